@@ -60,9 +60,12 @@ class Measured(NamedTuple):
 def in_layout(
     batch: Sequence[Piece], engines: Sequence[Specs], mapping: Any, *, private: bool
 ) -> tuple[dict[str, Array], dict[str, Measured]]:
-    """The leaves of a batch in the model's layout. A leaf that needs no conversion is the source's
-    own array. One program on the first engine's first device makes the others. If the source is
-    sharded over the engines' devices, programs on all of them do.
+    """The leaves of a batch in the model's layout.
+
+    If a leaf's tensors are sharded over the engines' devices, programs on all of these devices make
+    it. Other leaves that need no conversion are the source's own arrays. One program on the first
+    engine's first device makes the rest. A leaf that no single program can make is made step by
+    step (`HuggingFaceMapping.convert`).
 
     Args:
         mapping: The first engine's `HuggingFaceMapping`.

@@ -29,6 +29,8 @@ class Converter:
         does_nothing: Whether the leaf is its only tensor, unchanged.
         in_turn: Whether it waits for the converter before it in a program, because it needs much
             temporary memory.
+        swaps: Whether the leaf is its only tensor with the last two axes exchanged. False if it is
+            that tensor with its axes in order. Both may include one cast. None otherwise.
     """
 
     steps: str
@@ -127,7 +129,8 @@ def make_leaves(
     """Make leaves inside a program, each from a group of tensors.
 
     Args:
-        join: Makes a tensor of what a group has for it, when the converter's turn comes.
+        join: Called with each entry of a group when the converter's turn comes. Returns the
+            tensor.
     """
     made: list[tuple[jax.Array, ...]] = []
     for make, group in zip(converters, groups, strict=True):

@@ -133,8 +133,8 @@ def pack_program(kinds: tuple[Kind, ...], devices: Devices) -> Callable[[list[ja
 
 
 def senders_of(kinds: Sequence[Kind]) -> list[list[int]]:
-    """The indices of the devices that send something, for each load: first the large tensors, then
-    a pack for each dtype."""
+    """For each load, the indices of the devices that send it. A load is a large tensor, or a pack
+    of the small tensors of one dtype. The large tensors come first."""
     packs: dict[np.dtype, set[int]] = {}
     for kind in kinds:
         if kind.small:
@@ -146,7 +146,7 @@ def senders_of(kinds: Sequence[Kind]) -> list[list[int]]:
 def _sent(
     loads: Sequence[Parts], senders: Sequence[Sequence[int]], devices: Devices
 ) -> list[list[jax.Array]]:
-    """Each sender's array of each load, copied to all of these devices."""
+    """For each load, the arrays of its senders. Each array is copied to all of these devices."""
     ways = [
         (its[devices[sender]], target)
         for its, indices in zip(loads, senders, strict=True)
@@ -208,7 +208,11 @@ def join_program(
 
 
 def _joined(parts: dict[tuple[int, ...], jax.Array]) -> jax.Array:
-    """The array that is made of these parts, by where each begins."""
+    """Join parts to a whole array.
+
+    Args:
+        parts: The parts, by the index in the array where each begins.
+    """
     (axes,) = {len(place) for place in parts}
     for axis in range(axes):
         rows: dict[tuple[int, ...], list[jax.Array]] = {}

@@ -118,7 +118,7 @@ def loader_for(
     return Loader if source is None and not dummy else SiblingLoader
 
 
-@functools.cache  # JAX keeps every class of model that it has seen
+@functools.cache  # one for each class of model, because JAX keeps every class that it has seen
 def _loading_class(model_class: Any) -> Any:
     class Model(model_class):
         replaced_class = model_class

@@ -207,7 +207,7 @@ class _FedLoader(WeightLoader):
     ) -> jax.Array:
         self._shapes, self._put = shapes, put
         self._slot = types.SimpleNamespace(value=spec)
-        # Upstream updates a model and finds its leaves through `_get_param`, here the slot. So an
+        # Upstream finds a model's leaves through `_get_param`, which returns the slot here. So an
         # empty model is enough.
         self.model = nnx.Module()
         self.dummy_mode = False

@@ -105,7 +105,8 @@ class Plan:
             if copied or not shared:
                 part = _part_size(spec) * spec.dtype.itemsize
                 parts.append(part)
-                # Conversion first makes the whole leaf on each device.
+                # Conversion makes the whole leaf on the first engine's first device, or on every
+                # device if the source is sharded over the engines' devices.
                 beside.append(part if source is not None else spec.size * spec.dtype.itemsize)
         for path in self._quantizers:  # the source's matrix, and that in the model's dtype
             if self._source.stream is None and path not in self._parts:

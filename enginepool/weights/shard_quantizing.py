@@ -1,13 +1,14 @@
 """Quantizes matrices that are sharded over the engines' devices, before they are gathered.
 
-Every device quantizes its own part, and sends integers. So each element is quantized once, in the
-place of once on each device, and fewer bytes are sent.
+Every device quantizes its own part, and sends integers. So no device quantizes the whole matrix,
+and fewer bytes are sent.
 
 A scale needs the largest element of a whole output, whose parts may lie on several devices. So the
 devices first exchange the largest elements of their parts.
 
-A matrix that is made of several tensors (the experts of a checkpoint) is gathered first. So is any
-matrix with staging="stream", where only the first engine reads the source.
+A matrix that is made of several tensors (the experts of a checkpoint) is gathered first, and every
+device quantizes all of it. If only one engine reads the source (staging="stream" or
+strategy="rolling"), or if an engine has several devices, this module is not used.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class ShardedMatrix(NamedTuple):
 
     @property
     def largest(self) -> Kind:
-        """The kind of the largest elements of the outputs' parts."""
+        """The kind of what `largest_program` makes."""
         return Kind(_one_input(self.kind.part, self.axis), _FLOAT, self.kind.holders)
 
     @property
@@ -92,7 +93,7 @@ def sharded_matrix(
     """The matrix that the converter makes of these tensors, which are sharded over the devices.
     None if it must be gathered before it is quantized."""
     tensor = tensors[0]
-    # A compiler may leave out a cast to float16 that a cast to float32 follows.
+    # If a tensor is cast to float16 and then to float32, a compiler may leave out the first cast.
     if converter.swaps is None or quantizer.dtype == np.float16 != tensor.dtype:
         return None
     kind = kind_of(tensor.shape, tensor.dtype, tensor.sharding, devices)
@@ -106,7 +107,7 @@ def quantized_shards(
     """Quantize every part on its device.
 
     Returns:
-        For each matrix: what `gathered` must gather, and the converter that then makes the
+        For each matrix: a converter and its tensors. `gathered` takes both. The converter makes the
         integers, the scales, the error, and the `part_sums` of the matrix.
     """
     if not matrices:
@@ -128,7 +129,7 @@ def quantized_shards(
 
 
 def of_all(axis: int) -> Converter:
-    """The converter that makes the largest elements of outputs from those of their parts."""
+    """The converter that finds each output's largest element among those of its parts."""
     make = lambda parts: (parts.max(axis=axis, keepdims=True),)  # noqa: E731
     return Converter(f"largest of {axis}", None, False, make)
 
@@ -178,7 +179,6 @@ def _quantized(
 ) -> tuple[jax.Array, ...]:
     """
     Args:
-        whole: The largest elements of all outputs.
         begin: The index in the tensor where the part begins.
     """
     quantizer, kind, axis = matrix
@@ -195,7 +195,8 @@ def _quantized(
 
 
 def _begins(kind: Kind, devices: Devices) -> jax.Array:
-    """Where each device's part begins. Parts that are not sent may begin anywhere."""
+    """Where each device's part begins. Zeros for a device that sends nothing, because another
+    device sends the same part."""
     begins = np.zeros((len(devices), len(kind.part)), np.int32)
     for begin, index in kind.holders:
         begins[index] = begin
@@ -203,8 +204,8 @@ def _begins(kind: Kind, devices: Devices) -> jax.Array:
 
 
 def _wide(matrix: ShardedMatrix, part: jax.Array) -> jax.Array:
-    """A part in float32, rounded to the dtype of the matrix. A compiler may leave out a cast to
-    bfloat16 that a cast to float32 follows."""
+    """A part in float32, rounded to the dtype of the matrix. If a part is cast to bfloat16 and then
+    to float32, a compiler may leave out the first cast."""
     wide = part.astype(jnp.float32)
     if matrix.quantizer.dtype == jnp.bfloat16 != part.dtype:
         info = jnp.finfo(jnp.bfloat16)
@@ -213,7 +214,8 @@ def _wide(matrix: ShardedMatrix, part: jax.Array) -> jax.Array:
 
 
 def joining(matrix: ShardedMatrix) -> Converter:
-    """The converter of what a matrix has `quantized`, once that is gathered."""
+    """The converter that takes the gathered results of `quantize_program` for a matrix. It makes
+    the integers, the scales, the error and the `part_sums`."""
     quantizer, _, axis = matrix
 
     def join(integers: jax.Array, words: jax.Array, sums: jax.Array) -> tuple[jax.Array, ...]:
