@@ -60,8 +60,8 @@ def choose(
         load: How many requests the asking engine holds.
         loads: How many requests each serving engine holds, the asking engine included.
         room: How many more requests the asking engine can run.
-        cached: Says how many of a prompt's first tokens, by its index in the window, the asking
-            engine's prefix cache has. Called once for each prefix.
+        cached: Called with an index into the window, once for each prefix. Says how many of that
+            prompt's first tokens the asking engine's prefix cache has.
 
     Returns:
         Indexes into the window, in the order of admission, `room` at most. Not empty if the engine

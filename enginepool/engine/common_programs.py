@@ -193,7 +193,7 @@ def alike(one: object, other: object) -> bool:
 
 
 def _alike(one: Any, other: Any, begun: dict[tuple[int, int], Any]) -> bool:
-    if one is other or (pair := (id(one), id(other))) in begun:  # or they are being compared
+    if one is other or (pair := (id(one), id(other))) in begun:  # or a cycle
         return True
     if type(one) is not type(other):
         return False

@@ -8,8 +8,9 @@ Why: Upstream caches one copy of a grammar's state and shares it, and it parses 
 engine. Its mask begins as zeros, and only rows with a grammar are filled.
 Remove when: Each request has a state of its own, and rows without a grammar are not masked.
 
-The mask is an argument of upstream's sampler at every step, so it needs no program of its own. It
-is computed while the device runs the model.
+The mask is an argument of a program that runs anyway, so it needs no program of its own. In
+upstream's steps it is an argument of the sampler, and is computed while the device runs the model.
+In steady steps it is computed before the step is launched, and sent with the batch.
 """
 
 from __future__ import annotations

@@ -118,8 +118,8 @@ class Model:
 
 
 def round_logits(output: LogitsProcessorOutput) -> None:
-    """XLA may keep more precision inside one program than upstream passes from one program to the
-    next."""
+    """Inside a program: round the logits to bfloat16, if that is their dtype. In upstream's steps
+    they are rounded when they leave the program. Inside a program XLA may keep more precision."""
     if output.next_token_logits.dtype == jnp.bfloat16:
         output.next_token_logits = jax.lax.reduce_precision(output.next_token_logits, 8, 7)
 

@@ -167,8 +167,9 @@ class StepsInFlight:
             self.remove(ended)
 
     def _begin_rows(self, numbers: jax.Array) -> None:
-        """Prepare the new rows' state on the device. A new batch begins with them. Another batch
-        gets them in its next launch. The tokens that they already have enter their tallies.
+        """Prepare the new rows' state on the device. If there is no state yet, make one that has
+        them. Otherwise the next launch puts them into the state. The tokens that they already
+        have are added to their tallies.
 
         Args:
             numbers: The batch as it was sent.

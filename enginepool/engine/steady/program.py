@@ -106,12 +106,12 @@ class StepProgram:
         """Prepare the compilation of a bucket's program, on the engine's thread.
 
         Returns:
-            A function that compiles it, on any thread. It does not call the program. Two threads
-            that call one program could wait for each other: one in JAX until the program is
-            compiled, the other for the limiter's slot that the first one holds.
+            A function that compiles it, on any thread. It does not call the program. If two threads
+            call one program, they may wait for each other. One compiles the program and waits for
+            the limiter's slot. The other has the slot and waits in JAX for the compiled program.
         """
         kv = [spec_of(buffer) for buffer in self._pool.kv_buffer]
-        # Described, not made: that compiles two programs, for which the others would wait.
+        # The state is only described. To make one compiles two programs, and other jobs would wait.
         state = DecodeState(*map(self._described, [(2, rows), (rows, self._vocab_size)]))
         leaves, batch = self._runner.model_state_leaves, self.empty(rows)
         args = leaves, self.sampler, kv, state, batch, self._no_samples, self._launches[1][False]
