@@ -13,7 +13,7 @@ import jax
 from enginepool.doctor.ahead_of_time.reads import read_in_any_case
 from enginepool.engine.score_head import bucket_of
 
-# The programs of a step, by the names of the functions that upstream and the pool jit.
+# Kinds of programs, by the names of the functions that upstream and the pool jit.
 _STEPS = {
     "jitted_sampler": "sampler",
     "jitted_compute_logprobs": "logprobs",
@@ -56,7 +56,7 @@ class Compiled:
         aliased: The part of `donated` that the results do take over.
         adapters: Bytes of adapters that it reads even if no request has one: XLA copies small
             leaves into fast memory ahead. A model of a few layers has small ones.
-        error: Why there is no such program.
+        error: Why it does not compile, or what else is wrong with it.
     """
 
     kind: str

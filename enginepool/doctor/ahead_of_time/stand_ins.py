@@ -4,13 +4,13 @@ chips. Upstream's code is not edited, and every function is put back.
 | replaced | why |
 | --- | --- |
 | `jax.jit` | a program that upstream or the pool makes is compiled for the chip, and not run |
-| `jax.make_array_from_callback`, `jax.device_put` | arrays are their shape and their place |
+| `jax.make_array_from_callback`, `jax.device_put` | arrays have a shape and a place, no numbers |
 | `jax.device_get` | results of programs are zeros |
 | `jax.devices`, `jax.local_devices`, `jax.default_backend` | upstream and Pallas ask for the chip |
 | `jax.default_device` | computations outside of programs run on the CPU |
 | an entry in JAX's table of array types | JAX takes such an array for one of its own |
 | `jax_utils._IS_TPU_RUNTIME_CACHED` | upstream asks once per process |
-| `ModelRunner.get_available_device_memory` | the chip's memory is a number in `topology.py` |
+| `ModelRunner.get_available_device_memory` | the chip's memory is a number in `sizing/chips.py` |
 
 Programs that a module makes when it is imported (upstream's kernels) are traced inside the others,
 and stay as they are.

@@ -78,8 +78,8 @@ def _waves(scheduler: Any) -> Iterator[list[Request]]:
             call.add(Request(call, [start] + [0] * (length - 1), sampling.params))
         return call.requests
 
-    # They end one after the other, so that every smaller batch comes up; those for which there was
-    # no room join the others meanwhile.
+    # These requests end one after the other, so that batches of every size run. Some find no room
+    # at first, and join the others later.
     yield make(*((1, min(1 + n, longest), {}) for n in range(batch + 3)))
     for least, most in zip([0, *manager.token_buckets], manager.token_buckets, strict=False):
         for length in {least + 1, most}:

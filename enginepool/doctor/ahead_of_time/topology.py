@@ -11,15 +11,15 @@ from typing import Any
 from enginepool.errors import InvalidConfig
 from enginepool.sizing.chips import Topology
 
-# libtpu asks a metadata server which machine it runs on. It needs a name of the machine; any name
-# works for programs that are only compiled. Only one process of a host can load libtpu.
+# By default libtpu asks a metadata server which machine it runs on, and only one process of a host
+# can load it. These settings change both, and name a machine. For programs that are only compiled,
+# any machine will do.
 _LIBTPU = {
     "TPU_SKIP_MDS_QUERY": "1",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",
     "TPU_WORKER_HOSTNAMES": "localhost",
 }
-
 
 # A v4 chip has two cores that work as one. libtpu must be told so.
 _V4 = {

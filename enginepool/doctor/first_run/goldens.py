@@ -29,8 +29,8 @@ ROUNDS = 4
 # Long enough to fill a page of 128 and begin another.
 LONG_TOKENS = 160
 # The logit of the engine's choice may be this far below the best logit of plain JAX. An accelerator
-# multiplies float32 in a shorter format, and after its answer the toy's logits are close to each
-# other. A wrong page or position is off by several.
+# multiplies float32 in a shorter format. Once the toy has answered, its best logits are close to
+# each other. A wrong page or position gives a gap of several units.
 LARGEST_GAP = 1.0
 
 

@@ -10,8 +10,9 @@ from enginepool.sizing.memory import Memory
 
 # The assumed time of an all-reduce, by which layouts are compared. It is not part of the bound.
 ALL_REDUCE_MS = 0.010
-# Smaller engines are preferred unless another layout promises this many times their tokens. A bound
-# is no measurement. A fault, a swap or a wait of a smaller engine affects fewer chips.
+# Smaller engines are preferred unless another layout promises this many times their tokens. The
+# promises are bounds and no measurements, so a small difference means nothing. A fault, a swap or a
+# wait of a smaller engine affects fewer chips.
 CLEARLY_FASTER = 1.5
 
 LEFT_OUT = (

@@ -75,7 +75,7 @@ def _weights_and_kv(plan: dict[str, Any]) -> dict[str, str]:
         "heads of a chip × head width in steps of 128 × bytes a value",
         "KV tokens": f"{plan['kv_tokens']:,} in {plan['kv_pages']:,} pages: (HBM × "
         "mem_fraction_static - weights and adapters) / KV a token, in whole pages",
-        "KV": f"{_bytes(plan['kv_bytes'])}: a page more than that",
+        "KV": f"{_bytes(plan['kv_bytes'])}: these tokens and one page more",
         "requests of that context": f"{plan['requests_at_context']:,} have room at a time",
         "running requests": f"{plan['max_running_requests']:,} at most; upstream's attention caps "
         f"them at {plan['running_requests_cap']:,} = 524,288 // {pages} pages // 4",
@@ -132,7 +132,8 @@ def _swap(plan: dict[str, Any]) -> dict[str, str]:
         "second set beside KV": "fits" if plan["second_weight_set_fits"] else "does not fit",
         "with the KV released": "fits" if without_kv else "does not fit",
         "live swap up to": "none" if live is None else f"mem_fraction_static={live:g}",
-        "KV without that room": f"{plan['kv_tokens_at_upstreams_fraction']:,} tokens at 0.88",
+        "KV by upstream's default": f"{plan['kv_tokens_at_upstreams_fraction']:,} tokens at "
+        "mem_fraction_static=0.88",
     }
 
 
