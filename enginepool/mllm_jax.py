@@ -78,8 +78,8 @@ class EnginePoolRolloutBackend:
         Args:
             params: New weights for the engines. Skipped if they are those of the last
                 `sync_weights`. None: no new weights.
-            global_length: A row has `max_length_sample` columns more than this, or than the longest
-                prompt if that is longer.
+            global_length: All rows have `global_length` + `max_length_sample` columns. If a prompt
+                is longer than `global_length`, its length counts instead.
         """
         if params is not None and params is not self._synced:
             self.sync_weights(params)

@@ -51,7 +51,7 @@ def _where(
     ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds for an answer.")] = 600.0,
 ) -> None:
-    # Not required here: the help of a command would need it, too.
+    # Typer does not require --base-url. If it did, `admin reload --help` would need it as well.
     given = base_url or []
     urls = [url for one in given for url in (addresses(one) if every_address else [one])]
     context.obj = Servers(list(dict.fromkeys(urls)), token, timeout)

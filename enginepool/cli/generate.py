@@ -74,8 +74,8 @@ def generate(
     arguments, --file, or standard input. A line of JSON has "prompt", "input_ids" or "messages",
     and may have "sampling_params", which override the options.
 
-    As in Python, the checkpoint's generation_config.json applies to prompts for which no sampling
-    parameter is given; with any given, the others are sglang-jax's own defaults (temperature 1).
+    As in Python, the checkpoint's generation_config.json applies to prompts without any sampling
+    parameter. If a prompt has one, its other parameters are sglang-jax's defaults (temperature 1).
     """
     options = {
         "max_new_tokens": max_new_tokens,

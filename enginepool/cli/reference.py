@@ -138,7 +138,7 @@ def swap(
 def kv_cycle(
     options: RunOptions,
     kv_drop_rebuild: Annotated[
-        bool, typer.Option(help="Give the KV caches' memory back for a second set of parameters.")
+        bool, typer.Option(help="Release the KV caches before the second set of parameters comes.")
     ] = True,
     assert_same_output: Annotated[
         bool, typer.Option(help="Whether the run fails if the output differs afterwards.")
@@ -163,7 +163,7 @@ def hot_update(
     noise_seed: Annotated[int, typer.Option()] = 0,
     noise_scale: Annotated[float, typer.Option(help="Standard deviation of the noise.")] = 1e-3,
     reload: Annotated[
-        bool, typer.Option(help="Load the weights first, or change the dummy ones.")
+        bool, typer.Option(help="Load the weights first. Otherwise dummy weights get the noise.")
     ] = True,
 ) -> bool:
     """Add noise to the weights of running engines, and see their checksum change."""

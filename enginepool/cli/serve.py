@@ -47,8 +47,8 @@ ModelRoot = Annotated[
 LoraResolverDir = Annotated[
     Path | None,
     typer.Option(
-        help="Directory of LoRA adapters. One that a request names as its model is loaded from the "
-        "folder of that name."
+        help="Directory with a folder for each LoRA adapter. If a request's model is the name of a "
+        "folder, that adapter is loaded."
     ),
 ]
 RejectWhileReloading = Annotated[
@@ -80,15 +80,15 @@ Restart = Annotated[bool, typer.Option(help="Bring back an engine whose step fai
 MaxRestarts = Annotated[
     int,
     typer.Option(
-        help="Failures in a row, within a minute, that an engine may have. Then it stays out."
+        help="How many failures in a row, within a minute, an engine may have before it stays out."
     ),
 ]
 StepTimeout = Annotated[float | None, typer.Option(help="Seconds until a step counts as stuck.")]
 MaxDecodeSteps = Annotated[
     int,
     typer.Option(
-        help="The most decode steps of one program. A program has several if the device would wait "
-        "for the host, or if no request streams or waits."
+        help="The most decode steps of one program. A program has several if the device would "
+        "otherwise idle, or if no request streams and none waits to join."
     ),
 ]
 ClampMaxNewTokens = Annotated[

@@ -31,10 +31,11 @@ class CallOptions(TypedDict, total=False):
         return_sampling_mask: Return the sampling mask of each output token: the ids that grammar,
             `min_new_tokens`, top-k, top-p and min-p had left. At temperature 0 it is the token
             alone. `meta_info["output_sampling_mask"]` has `indptr` and `ids`, as in CSR: the ids of
-            position i are `ids[indptr[i]:indptr[i + 1]]`, ascending. An empty row means the whole
-            vocabulary. If the mask is smaller than that but has more than 512 ids, `too_many` has
-            [i, number of ids] instead. `meta_info["output_token_sampling_logprobs"]` has the
-            token's log-probability among the ids that were left.
+            position i are `ids[indptr[i]:indptr[i + 1]]`, ascending. At most 512 ids are listed.
+            The row of a larger mask is empty, and `too_many` has [i, number of ids]. A mask of the
+            whole vocabulary has an empty row and no such entry.
+            `meta_info["output_token_sampling_logprobs"]` has the token's log-probability among the
+            ids that were left.
         return_routed_experts: Return `meta_info["routed_experts"]`, in sglang's form: base64 of
             int32, [prompt + output tokens - 1, layers, experts a token], -1 in dense layers. Row i
             has the experts of token i in the step that sampled token i + 1. The pool needs
@@ -62,8 +63,8 @@ class CallOptions(TypedDict, total=False):
             complete output is returned without a step, with the experts that it has. Each prompt
             has one sample (n=1).
         lora_path: The name of the adapter to generate with, for all prompts or one per prompt. None
-            is the base. `meta_info` then has `lora_path`, and in `lora_versions` the spans of the
-            adapter's versions, as `weight_versions` has those of the base.
+            is the base. With an adapter, `meta_info` has `lora_path` and `lora_versions`: the spans
+            of the adapter's versions, as `weight_versions` has those of the base.
         timeout: Seconds for the whole call. An output that is not finished by then keeps its place
             in the results, with the tokens that it has and
             `finish_reason {"type": "abort", "err_type": "timeout"}`.

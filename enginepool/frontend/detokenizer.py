@@ -46,7 +46,7 @@ def _cut_stop(text: str, stop: str, before: int, tokenizer: Tokenizer) -> str:
     """Cut a text at the stop string that its last token completed.
 
     Args:
-        before: The length of the text before that token. Stop strings that end before it did not
+        before: The length of the text without that token. A stop string within this text did not
             end the output.
     """
     if (start := text.find(stop, max(0, before - len(stop) + 1))) >= 0:

@@ -7,8 +7,10 @@ from collections import deque
 
 
 class FairLock:
-    """A lock in order of arrival. A thread that releases Python's own lock and takes it again
-    overtakes the threads that wait. In a loop it would keep all others out.
+    """A lock in order of arrival.
+
+    With a `threading.Lock`, a thread that releases the lock and takes it again overtakes threads
+    that wait. A thread that does so in a loop keeps all others out.
 
     Attributes:
         waiting: One lock for each thread that waits, in order.

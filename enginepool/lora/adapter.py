@@ -22,14 +22,15 @@ class Adapter:
 
     Attributes:
         version: The label that results carry.
-        number: Different for everything that was ever loaded. Prefix-cache entries of different
-            numbers are separate.
+        number: No other version of any adapter of the pool has it. Prefix-cache entries of
+            different numbers are separate.
         scale: The factor of the product of B and A.
         config: The fields of adapter_config.json.
         arrays: A `[rank, in]` and B `[out, rank]`, by the path of the linear layer.
         source: The folder or hub id that it came from; None for arrays.
-        line: The number of the first version in this line of replacements. If an adapter was
-            unloaded, the next one of its name begins another line.
+        line: A version that replaces another one belongs to the same line. This is the `number` of
+            the line's first version. After an unload, the next adapter of the name begins a new
+            line.
         successor: The version that has replaced this one under running requests, if any.
     """
 

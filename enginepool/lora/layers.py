@@ -83,7 +83,8 @@ class AdaptedLinear(LinearBase):
             out_sharding=NamedSharding(sharding.mesh, PartitionSpec(rows, None, None)),
         )
         mine = slots[:, None] == jnp.arange(len(lora_a))
-        # Not a product: another adapter may overflow, and infinity times zero is NaN.
+        # `where`, not a product with 0 or 1: in another adapter's slot `low` may be infinite, and
+        # infinity times zero is NaN.
         low = jnp.where(mine[:, :, None], low * scales[:, None, None], 0).astype(lora_b.dtype)
         added = jnp.einsum(
             "txr,xor->to", low, lora_b, preferred_element_type=jnp.float32, out_sharding=sharding

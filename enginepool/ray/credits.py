@@ -1,7 +1,8 @@
 """Chooses which waiting outputs go to which host: one pure function, without Ray.
 
-A host gets a quarter more outputs than it can run, so it never waits for the driver. Each output
-that ends returns its credit at once. Credits that return in chunks are worse than a static split.
+A host's credit is the number of outputs that it may still be given. In all it may have a quarter
+more than it can run, so it never waits for the driver. An output that ends returns its credit at
+once. If credits returned several at a time, this would be worse than a fixed share for each host.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ class Host:
         """The events that the driver has not acknowledged. Waits a while for one.
 
         Args:
-            seen: The number of the last events that arrived. Later ones are sent again.
+            seen: `News.number` of the last events that arrived. Later events are sent again.
 
         Raises:
             PoolClosed: Ray has restarted the process, and its pool is not open yet.

@@ -82,7 +82,8 @@ class HostLink:
             EnginePoolError: The host raised it.
         """
         answer = asyncio.wrap_future(getattr(self.actor, method).remote(*args).future())
-        # Read the exception here: nobody may await this call once the host is found to hang.
+        # Read the exception here. If the host hangs, nobody awaits this call, and asyncio would log
+        # an exception that was never retrieved.
         answer.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
             if watched:

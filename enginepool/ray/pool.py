@@ -35,8 +35,10 @@ class RayEnginePool(RayGenerateCalls, RaySteeringCalls):
         devices_per_host: `devices` of each host's pool.
         placement_group: Has one bundle per host, in the order of `host_index`. The default is a new
             group that puts hosts on different nodes (STRICT_SPREAD), and is removed at the end.
-        resources_per_host: Ray's resources of a host's actor and bundle: {"CPU": 8, "TPU": 4}.
-        runtime_env: Ray's environment of the actors: {"env_vars": {"JAX_PLATFORMS": "tpu"}}.
+        resources_per_host: Ray's resources of a host's actor and bundle, for example
+            {"CPU": 8, "TPU": 4}. Default: one CPU.
+        runtime_env: Ray's environment of the actors, for example
+            {"env_vars": {"JAX_PLATFORMS": "tpu"}}.
         max_restarts: How often Ray starts a host's process again; -1 is always.
         hang_timeout: Seconds without an answer after which a host is ended and started again;
             None for no limit.

@@ -48,8 +48,8 @@ class RaySteeringCalls(FleetCalls):
 
         Args:
             source: A path or hub id that every host reads by itself; or arrays, as
-                `EnginePool.update_weights` takes them, which go through Ray's object store and
-                stay there for hosts that come back, until the next update.
+                `EnginePool.update_weights` takes them. They go through Ray's object store, and
+                stay there for hosts that come back until an update with strict=True.
             weight_version, mode, strict, copy: As `EnginePool.update_weights`.
 
         Raises:
@@ -75,8 +75,11 @@ class RaySteeringCalls(FleetCalls):
 
         Args:
             source: As in `update_weights`, by PEFT's names. Hosts that come back load it again.
-            config_dict: With None, arrays have the `config_dict` of the version before, if it had
-                one.
+            config_dict: None: arrays have the `config_dict` of the version before.
+
+        Raises:
+            InvalidWeights: As `update_weights`. Or arrays have no `config_dict`, and there is no
+                version before that had one.
         """
         if not isinstance(lora_name, str) or not lora_name:
             raise InvalidRequest(f"lora_name={lora_name!r}: expected a name")

@@ -36,7 +36,8 @@ class News:
     """The events on a host since it was last asked.
 
     Attributes:
-        number: The number of these events. The next `poll` names the last number that arrived.
+        number: A sequence number. It grows by one when `poll` returns new events. The next `poll`
+            names the last one that arrived.
         finished: Results, by key.
         progress: The newest result so far of each unfinished output.
         failed: Errors in the place of results.

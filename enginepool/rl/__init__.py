@@ -1,7 +1,7 @@
 """Helpers for a training loop around a pool. The package is no trainer.
 
-Arguments and results are NumPy arrays. Only `sampling_logprobs` imports JAX, when it is called. The
-package is an adapter and uses the public API only.
+Arrays are NumPy's. Only `sampling_logprobs` imports JAX, when it is called. The package is an
+adapter and uses the public API only.
 """
 
 from enginepool.rl.advantages import group_advantages

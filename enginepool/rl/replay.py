@@ -27,8 +27,8 @@ class Replay:
         tokens: The number of tokens that were sampled again.
         other_ids: [result, position] of the first id of an output that differs. Later positions of
             that output are not compared.
-        logprob: The largest difference of a token's log-probability. If its masks are equal, the
-            log-probability among their ids counts too.
+        logprob: The largest difference of a token's log-probability. If the recorded and the new
+            mask are equal, the log-probability among their ids counts too.
         other_masks: [result, position] of tokens that were sampled from other ids.
         other_experts: [result, position] of tokens that were routed to other experts.
         results: The new results.

@@ -112,8 +112,8 @@ class AdminOperations:
         }
 
     async def pause_as_vllm(self, mode: str, *, clear_cache: bool) -> None:
-        """`abort` ends running requests, `wait` lets them finish. `keep` lets them go on later,
-        from their KV cache or, with `clear_cache`, computed again."""
+        """`abort` ends running requests, `wait` lets them finish. `keep` lets them go on later;
+        with `clear_cache` their KV is then computed again."""
         modes: dict[str, PoolPauseMode] = {
             "abort": "abort", "wait": "drain", "keep": "retract" if clear_cache else "in_place",
         }  # fmt: skip

@@ -29,7 +29,7 @@ _READ_AT_ONCE = 2
 class CheckedRoute(APIRoute):
     """Takes a JSON object and a query whose names the route knows.
 
-    A body that cannot fit a prompt is refused before a model is made of it.
+    A body that is too large for any prompt is refused before pydantic reads it.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:

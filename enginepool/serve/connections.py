@@ -33,7 +33,8 @@ class Descriptors:
         self._none_left = False
 
     async def keep(self) -> None:
-        """Look every second until cancelled, because files take descriptors too."""
+        """Look every second until cancelled. Looking at new connections is not enough, because open
+        files take descriptors too."""
         while True:
             self.look()
             await asyncio.sleep(_LOOK_SECONDS)

@@ -33,8 +33,8 @@ _DEFAULTS: Mapping[str, Collection[Any]] = {
     "log_metrics": (True,),
     "token_step": (0,),
 }
-# Names that this server does not know and whose empty values are accepted. Under any other name,
-# which may be misspelt, an empty value is refused.
+# Fields of other servers. A route that does not know one of them accepts an empty value. Under any
+# other unknown name, which may be misspelt, an empty value is refused.
 _NAMES = frozenset(
     (
         *("audio", "background", "functions", "max_tool_calls", "prediction", "reasoning"),

@@ -208,7 +208,7 @@ class Exchange:
         yield _DONE
 
     def end(self, status: int) -> None:
-        """Tell the server, and abort requests that nobody waits for any more."""
+        """Record the end, and abort requests that nobody waits for any more."""
         if self._ended:
             return
         self._ended = True
@@ -216,7 +216,7 @@ class Exchange:
         if self.call is not None and not self.call.done:
             self._front.runtime.dispatch.abort(self.call.requests, "the client left", "cancelled")
         record = ExchangeRecord(
-            path=self._raw.scope["path"],  # the URL's path may contain the `Host` header
+            path=self._raw.scope["path"],  # `url.path` also depends on the client's Host header
             status=status,
             outcome=outcome_of(status, failure),
             error=None if failure is None else str(failure),

@@ -35,7 +35,7 @@ def _merged_options[T: BaseModel](raw: Request, query: T, body: T | None) -> T:
 
 
 class PauseQuery(BaseModel, extra="forbid"):
-    """`keep` lets running requests go on after `/resume`; with `clear_cache` they are computed
+    """`keep` lets running requests go on after `/resume`. With `clear_cache` their KV is computed
     again."""
 
     mode: Literal["abort", "wait", "keep"] = "abort"
@@ -124,7 +124,8 @@ def _memory_routes(routes: APIRouter, service: Service) -> None:
     async def sleep(
         raw: Request, query: Annotated[SleepQuery, Query()], body: SleepQuery | None = None
     ) -> Status:
-        """Release memory until `/wake_up`. Requests wait."""
+        """Release memory until `/wake_up`. Requests wait. If the weights are released, new requests
+        get 503."""
         query = _merged_options(raw, query, body)
         await admin.sleep(query.mode, weights=query.level == 2)
         return Status(status="asleep")
@@ -139,7 +140,8 @@ def _memory_routes(routes: APIRouter, service: Service) -> None:
 
     @routes.post("/release_memory_occupation")
     async def release_memory_occupation(body: MemoryTags | None = None) -> Done:
-        """sglang's route. Memory is released, and requests wait."""
+        """sglang's route. Memory is released, and requests wait. If the weights are released, new
+        requests get 503."""
         await admin.release_memory((body or MemoryTags()).tags)
         return Done()
 

@@ -201,8 +201,9 @@ class Chat(_Serving, OpenAIServingChat):
         return adapted
 
     def _get_reasoning_from_request(self: Any, request: Any) -> bool:
-        """False where the prompt ends with the mark that ends thinking, as templates that switch
-        thinking off write it. Upstream would take the whole answer for reasoning."""
+        """Whether the answer may begin with reasoning. A template that switches thinking off ends
+        the prompt with the mark that ends thinking. Then this is False. Upstream would take the
+        whole answer for reasoning."""
         wanted = super()._get_reasoning_from_request(request)
         if not wanted:
             return False

@@ -2,7 +2,7 @@
 
 Upstream's request models are filled on the event loop, and the tokenizer takes one text after the
 other. So one large body would hold up all other clients, and Python cannot stop work that has
-begun. No limit here refuses what an engine could take.
+begun. The limits of prompts refuse nothing from which an engine could generate.
 """
 
 from __future__ import annotations

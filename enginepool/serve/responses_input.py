@@ -90,7 +90,7 @@ def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
         messages.append({"role": "system", "content": body.instructions})
     if isinstance(body.input, str):
         return [*messages, {"role": "user", "content": body.input}]
-    turn: dict[str, Any] | None = None  # the assistant's that is being put together
+    turn: dict[str, Any] | None = None  # the assistant's turn that further items belong to
     for item in body.input:
         if isinstance(item, FunctionOutputItem):
             turn = None

@@ -141,9 +141,9 @@ class StreamOptions(BaseModel):
 
 class ResponsesBody(KnownFieldsOnly, BaseModel):
     """Input that is too long is an error, with `truncation` "auto" as well. `include` may name
-    results of tools and images, which no response has. The fields from `seed` on are sglang's and
-    vLLM's. The last five are for servers that keep conversations, and are refused unless they ask
-    for nothing."""
+    results of tools and images, which no response has. The fields from `seed` to `cache_salt` are
+    sglang's and vLLM's. The last five are for servers that keep conversations. They are refused
+    unless they ask for nothing."""
 
     model: str = ""
     input: str | list[InputItem]

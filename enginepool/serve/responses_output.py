@@ -110,7 +110,7 @@ class Answer:
 
 
 class Events:
-    """OpenAI's events of a stream, from the chunks of the chat's."""
+    """Makes OpenAI's events from the chunks of a chat's stream."""
 
     def __init__(self, answer: Answer) -> None:
         self._answer = answer

@@ -37,7 +37,8 @@ class ScoreExchange(Exchange):
     ) -> list[list[float]]:
         """For each item the probability of each label as the next token, after query and item.
 
-        A prompt is computed once for every `MAX_NAMED_IDS` labels.
+        An engine scores at most `MAX_NAMED_IDS` labels at a time. With more labels, a prompt is
+        computed several times.
         """
         del request
         try:

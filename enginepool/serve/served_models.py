@@ -49,8 +49,8 @@ class ServedModels:
         self._resolver = self._roots.get("--lora-resolver-dir")
         self._lock = asyncio.Lock()
         self._loading: dict[str, asyncio.Task[None]] = {}
-        self._wanted = Counter[str]()  # by requests that are no calls yet
-        self._used = OrderedDict[str, None]()  # least recently first
+        self._wanted = Counter[str]()  # names that requests without a Call need
+        self._used = OrderedDict[str, None]()  # the least recently used name first
 
     @property
     def busy(self) -> bool:

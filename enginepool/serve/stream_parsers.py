@@ -223,5 +223,6 @@ def _call(place: int, name: str | None, arguments: str) -> DeltaMessage:
 
 
 def _forms(arguments: str) -> list[str]:
-    """The arguments as parsers write them: JSON in ASCII in a stream, unchanged in a reply."""
+    """The two forms in which parsers write arguments. In a stream they are JSON in ASCII, in a
+    whole reply they are unchanged."""
     return [json.dumps(json.loads(arguments)), arguments]

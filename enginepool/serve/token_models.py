@@ -16,9 +16,9 @@ from enginepool.serve.unknown_fields import KnownFieldsOnly
 class TokenSampling(BaseModel):
     """vLLM's SamplingParams, as far as a pool has them. `detokenize` and `output_kind` change
     nothing: replies have ids and no text, and chunks have new ids only. `return_sampling_mask` and
-    `return_routed_experts` are fields of ours; vLLM has options of its engine instead. `verifiers`
-    sends `routed_experts_prompt_start` with every turn but the first, even if it wants no
-    experts."""
+    `return_routed_experts` are fields of ours; vLLM has options of its engine instead.
+    `routed_experts_prompt_start` is accepted without `return_routed_experts`, because the client
+    `verifiers` sends it with every turn but the first."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -120,7 +120,7 @@ class TokensOut(BaseModel):
 
 
 class Tokenize(KnownFieldsOnly):
-    """A prompt, or a conversation, which is rendered as for an answer."""
+    """A prompt or a conversation. A conversation is rendered with the generation prompt."""
 
     model: str | None = None
     prompt: str | list[str] | None = None

@@ -98,8 +98,8 @@ def prompt_logprobs_of(
 def add_to_reply(
     made: dict[str, Any], call: Call, asked: WireFields, text: Callable[[int], str], *, chat: bool
 ) -> dict[str, Any]:
-    """Add the fields that were asked for. Those of a chat's one prompt go into the reply, all
-    others into its choices."""
+    """Add the fields that were asked for. A chat has one prompt, and its fields go into the reply.
+    All other fields go into the choices."""
     width = asked.prompt_logprobs
     for choice, request in zip(made["choices"], call.requests, strict=True):
         place = made if chat else choice
@@ -118,9 +118,12 @@ def add_to_reply(
 
 
 class EchoedPrompts:
-    """Puts the prompt before each text of a stream. Upstream's class puts it before the first chunk
-    only, and cuts as many characters from the others. While an output has no text, it repeats the
-    prompt's log-probabilities in every chunk.
+    """Puts the prompt before each text of a stream, and takes the prompt's log-probabilities out of
+    all outputs but the first.
+
+    Upstream's class puts the prompt before the first text only. From later texts it cuts as many
+    characters as it has sent, those of the prompt included. As long as it has sent no text, it puts
+    the prompt's log-probabilities into every chunk.
 
     Args:
         text: The prompt of an output.

@@ -32,8 +32,8 @@ def _buckets(paddings: tuple[int, ...], least: int, most: int) -> set[int]:
 def running_requests_cap(context: int, page_size: int) -> int:
     """The most requests that upstream's attention can run: their page numbers lie in scalar memory.
 
-    See sglang-jax 0.1.0rc0, srt/layers/attention/flashattention_backend.py:771. With 0 an assertion
-    fails while the engine is built.
+    See sglang-jax 0.1.0rc0, srt/layers/attention/flashattention_backend.py:771. If the result is 0,
+    an assertion fails while the engine is built.
     """
     return 524_288 // -(-context // page_size) // 4
 

@@ -35,7 +35,7 @@ Role = Literal["whole", "rows", "expert"]
 
 @dataclass(frozen=True)
 class Tensor:
-    """Equal tensors of all layers.
+    """Tensors of one kind and size, of all layers together.
 
     Attributes:
         size: The elements of one tensor.
@@ -61,11 +61,11 @@ class Shape:
 
     Attributes:
         context: The checkpoint's context in tokens.
-        mlp_width: The MLP width that one token passes through: that of all its experts together.
+        mlp_width: The MLP width for one token. In an MoE it is the sum over the token's experts.
         experts, experts_per_token: 0 for a dense model.
         sliding_layers, window: The number of layers that see only the last `window` tokens.
-        linear_itemsize, expert_itemsize: Bytes of an element of matrices that are quantized; None
-            if they are not. Each output then has a scale in float32.
+        linear_itemsize, expert_itemsize: Bytes of an element of quantized matrices. Each output of
+            such a matrix has a scale in float32. None if the matrices are not quantized.
     """
 
     family: str

@@ -109,7 +109,10 @@ class ParameterMapping:
         return source
 
     def adapter(self, adapters: Mapping[str, tuple[jax.Array, jax.Array]]) -> dict[str, jax.Array]:
-        """Adapters as `load_lora_adapter` takes them, by the parameter that they adapt.
+        """Adapters as `load_lora_adapter` takes them: arrays by PEFT's names.
+
+        Args:
+            adapters: A and B, by the name of the parameter that they adapt.
 
         Raises:
             InvalidWeights: The mapping may change the order of inputs or outputs.
