@@ -76,7 +76,7 @@ class QueueLimit:
         return self._limit is None or not waiting or waiting + call.remaining <= self._limit
 
     def _let_in(self) -> None:
-        if not self._outside:
+        if self._limit is None:  # no call ever waits
             return
         aborted = []
         with self._lock:

@@ -1,5 +1,7 @@
 """How many requests may wait, and what happens to calls beyond that."""
 
+from threading import Thread
+
 import pytest
 
 from enginepool import QueueFull
@@ -73,6 +75,35 @@ def test_a_call_that_ended_outside_does_not_enter() -> None:
     left.finish(request, request.abort_reason)
     assert take(queue, 1) == first.requests
     assert take(queue, 1) == last.requests
+
+
+class TakenMeanwhile(RequestQueue):
+    """An engine takes all requests on a thread of its own just after the next look at the queue's
+    length. The look goes on when the engine has done that, or waits for the limit's lock."""
+
+    engine: Thread | None = None
+
+    def __len__(self) -> int:
+        found = super().__len__()
+        engine, self.engine = self.engine, None
+        if engine is not None:
+            engine.start()
+            engine.join(0.3)
+        return found
+
+
+def test_the_last_request_is_taken_while_a_call_finds_the_queue_full() -> None:
+    """Nothing else will leave the queue, so this is the call's only chance to enter."""
+    queue = TakenMeanwhile()
+    queue.attach(0, lambda: 0, lambda: None)
+    gate = QueueLimit(queue, 1, "block")
+    first, second = make_call(1), make_call(1)
+    gate.enter(first)
+    queue.engine = engine = Thread(target=take, args=(queue, 1))
+    gate.enter(second)
+    engine.join(SECONDS)
+    assert take(queue, 1) == second.requests
+    assert len(gate) == 0
 
 
 def test_in_a_pool(make_pool: MakePool) -> None:
