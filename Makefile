@@ -139,7 +139,7 @@ bench: setup ## Measure the device's busy share, for docs/benchmarks.md
 	@JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.busy --engines 1 4 --step-ms 5 10 $(ARGS)
 
 .PHONY: constraints
-constraints: ## Rewrite both constraints files with the newest versions that fit
+constraints: ## Rewrite the constraints files that scripts/lock writes, with the newest versions that fit
 	scripts/lock
 
 .PHONY: clean

@@ -1,6 +1,6 @@
-// The one instruction of the simulated accelerator: hand the operand on, and take time over it.
-// Without the GIL, which XLA's threads never have, and without a core, so that what is dispatched
-// behind it waits as on a device of its own.
+// The one instruction of the simulated accelerator: it copies its operand to its result and sleeps.
+// It holds no GIL, because it runs on a thread of XLA's. It uses no core while it sleeps. Programs
+// that are dispatched behind it wait, as on a real device.
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -15,7 +15,7 @@ using Clock = std::chrono::steady_clock;
 
 std::atomic<int64_t> step_nanoseconds{0};
 std::atomic<int64_t> steps{0};
-// Of the steps counted: when the first began and the last ended, on the steady clock.
+// When the first of these steps began and the last one ended, on the steady clock.
 std::atomic<int64_t> first_began{0};
 std::atomic<int64_t> last_ended{0};
 

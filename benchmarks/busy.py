@@ -23,8 +23,8 @@ Workloads:
   grammars  decode, with a regular expression for every output (without upstream)
 
 "Thread" is the processor time of an engine's thread for a step. It includes prefill, admission and
-the ends of requests. "Of a steady step" is the part that steady decode takes. "Fell back" is the
-share of a pool's decode steps that upstream's loop ran.
+the ends of requests. "Of a steady step" is the thread's processor time in steady decode, for a step
+of steady decode. "Fell back" is the share of a pool's decode steps that upstream's loop ran.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _measure(
                 runs.setdefault(contestant.name, []).append(done)
             if contestant.kind == "pool":
                 alone = contestant.run({"step_ms": step_ms, "ceiling": args.tokens})
-                alone["busy_share"] *= engines  # of one engine
+                alone["busy_share"] *= engines  # only one engine ran
                 if number:
                     runs.setdefault("ceiling", []).append(alone)
     rows = []

@@ -15,7 +15,8 @@ from enginepool import EnginePool
 from enginepool.doctor.first_run.checklist import Finding
 
 _LENGTHS, _SMALL_LENGTHS = (7, 33, 64, 120, 5, 90, 17, 200), (7, 3, 20, 12)
-# Of the reference: one output at a time, because a real vocabulary's logits are large; one program.
+# The reference computes one output at a time, because a real vocabulary's logits are large. It pads
+# outputs to a multiple of 256 tokens, so there is one program.
 _SHAPE = 1, 256
 # The largest error of a log-probability. On CPU it stays below a tenth of this.
 _LARGEST_ERROR = 1e-3

@@ -121,7 +121,7 @@ class Load:
     """Calls of a pool from many threads, and their results.
 
     Attributes:
-        scored: Every scored text in the form of an output, with the score's result.
+        scored: The scores. Each is kept as if its continuation were an output.
         faults: Results of one call that contradict each other.
         calls: How many of each kind.
         exceptions: How many calls raised an exception, by its message.

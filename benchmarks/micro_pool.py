@@ -1,4 +1,5 @@
-"""Shared by the soaks: two models, the options of a tight pool, and the check at the end."""
+"""Shared by the soak and the fuzz: models, adapters, the options of a tight pool, and the check at
+the end."""
 
 from __future__ import annotations
 

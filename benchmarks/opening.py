@@ -26,7 +26,8 @@ def import_upstream() -> None:
 def first_token(
     model: str, devices: int | None, **options: Any
 ) -> tuple[EnginePool, dict[str, Any]]:
-    """A pool after its first token, and what the time from its constructor on was spent on."""
+    """Open a pool and generate one token. Returns the pool, and the seconds from its constructor to
+    the token, in all and by part."""
     import_upstream()
     started = time.perf_counter()
     pool = EnginePool(model, devices=devices, **options).open()
@@ -44,7 +45,7 @@ def first_token(
 def upstreams_first_token(
     model: str, server_args: Mapping[str, Any], platform: str | None = None, **changes: Any
 ) -> tuple[Any, dict[str, Any]]:
-    """The same of upstream's Engine."""
+    """The same for upstream's Engine, without the parts."""
     import_upstream()
     started = time.perf_counter()
     engine = upstreams_engine(model, server_args, platform, **changes)

@@ -110,7 +110,8 @@ class _Pool:
     def thread_seconds(self) -> tuple[float, float]:
         times = [worker.channel.run(time.thread_time) for worker in self._workers]
         threads = sum(future.result() for future in times)
-        return threads, sum(seconds() for seconds in self._steady)  # after the last of its steps
+        # Read after these jobs, so that each engine's last step has ended.
+        return threads, sum(seconds() for seconds in self._steady)
 
     def decode_steps(self) -> tuple[int, int]:
         engines = self._pool.stats()["engines"]

@@ -48,7 +48,7 @@ class Accelerator:
     """All devices of this process, counted together.
 
     Attributes:
-        step_seconds: What a step takes beside its own time; 0 before `reset`.
+        step_seconds: How long the instruction of a step sleeps. 0 before `reset`.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -65,8 +65,11 @@ class Accelerator:
         return self._read()[0]
 
     def busy_share(self, engines: int) -> float:
-        """The steps' time over the time from the first step's begin to the last one's end, for so
-        many engines. Time for which a sleep is late counts as idle."""
+        """The share of time in which an engine is busy, on average over this many engines.
+
+        The time is that from the beginning of the first step to the end of the last. A step counts
+        with `step_seconds`. If it sleeps longer, the rest counts as idle.
+        """
         steps, nanoseconds = self._read()
         return steps * self.step_seconds / (engines * 1e-9 * nanoseconds) if steps else 0.0
 
@@ -77,7 +80,7 @@ class Accelerator:
 
 
 def install() -> Accelerator:
-    """Have engines that are built from now on take time for a step. Once in a process.
+    """Let every step of engines that are built from now on take time. Call it once in a process.
 
     Layers and attention of a Qwen3 leave the CPU alone. Every weight and KV buffer stays an
     argument and a result of the step. Ids then mean nothing.

@@ -5,14 +5,14 @@
     python -m benchmarks.soak --minutes 30 --faults-per-minute 0     # healthy traffic alone
 
 Callers share prompts, time out, leave, abort and close their streams. Most name one of three
-adapters, for which there are two slots, and which are replaced in every mode and unloaded. Some
-give a stop string that the model spells in more tokens than the tokenizer does. With faults, some
-send a prompt without finite numbers, and now and then a step breaks during a swap. `max_restarts`
-is raised for the run.
+adapters. There are two slots for these. Adapters are replaced in every mode, and unloaded. Some
+callers give a stop string that the model spells in more tokens than the tokenizer does. With
+faults, some send a prompt without finite numbers, and now and then a step breaks during a swap.
+`max_restarts` is raised for the run.
 
 Exits with 1 unless:
-- every prompt has one answer, with the tokens that its versions of weights and adapter give in a
-  plain JAX forward pass, even if a broken tokenizer left it without text;
+- every prompt has one answer, and its tokens are those of a plain JAX forward pass with the same
+  versions of weights and adapter; this holds for answers without text (a broken tokenizer), too;
 - text, ids and log-probabilities end with the token that completes a stop string;
 - outputs have several versions only in the modes that allow it;
 - no caller gets an error that it did not cause, and no engine is reset without a fault;

@@ -19,7 +19,8 @@ _MIXING = ("retract", "in_place")
 SWAP = "update_weights(mode='abort')"
 
 
-# By version, the mode of its swap; by adapter, the same of the adapter's.
+# The mode of each swap of weights, by version. For adapters: by name, the mode of each update, by
+# version.
 type Modes = Mapping[int, str]
 type AdapterModes = Mapping[str, Modes]
 
@@ -51,8 +52,9 @@ def check_modes(
 def _both(
     finished: Finished, mode_of: Modes, adapters: AdapterModes
 ) -> list[tuple[list[Any], Modes]]:
-    """Spans, and the modes of the updates between them. For an adapter, an update counts only if
-    the output has its version: after a draining update, older outputs keep their version."""
+    """The spans of weights, with the modes of all updates, and those of the adapter, with the modes
+    of some. An output keeps its adapter's version if an update drains. So an update of the adapter
+    counts only if the output has its version."""
     found = [(finished.spans, mode_of)]
     if finished.adapter is not None:
         modes = adapters[finished.adapter]
@@ -83,9 +85,12 @@ def verifiable(
 
 
 def mixed_prompt(finished: Finished, page_size: int, adapters: AdapterModes | None = None) -> bool:
-    """Whether a swap in place fell between two chunks of the prompt, by the pool's own record. The
-    pool has no record for adapters. For them, whether it is possible: a prompt that is prefilled
-    after others may be split after any page."""
+    """Whether a swap in place came between two chunks of the prompt.
+
+    The pool records this for weights, and not for adapters. For an adapter it is assumed if the
+    output's first version came in place and the prompt has more than a page: a prompt that is
+    prefilled after others may be split after any page.
+    """
     if finished.adapter is not None and finished.output and len(finished.prompt) > page_size:
         version = finished.lora_spans[0][2]
         if (adapters or {})[finished.adapter][version] == "in_place":

@@ -1,6 +1,6 @@
 """Callers of every kind: they wait, time out, leave, abort, or close their stream.
 
-Every call has copies of one prompt. Half of the prompts begin with a prefix that many share, so
+A call has copies of one prompt. Half of the prompts begin with a prefix that many share, so
 engines answer from their prefix caches, as in RL.
 """
 
@@ -25,7 +25,7 @@ from tests.support.faults import Fault
 
 _COPIES = 3
 _FEW_PROMPTS = 32  # which are asked again and again
-# The share of calls without finite numbers that is left out: each resets engines.
+# Calls without finite numbers reset engines, so this share of them becomes patient calls.
 _SELDOM = 0.7
 _LONG = 160  # tokens: several chunks
 # What models spell letter by letter. Their tokenizer writes it in half as many tokens.
@@ -85,7 +85,8 @@ class Callers:
         if kind == "not finite" and self._random.random() < _SELDOM:
             kind = "patient"
         self.calls[kind] += 1
-        with suppress(Fault), self._unless_unloaded():  # a stream raises a broken tokenizer's
+        # If the tokenizer is broken, a stream raises its Fault.
+        with suppress(Fault), self._unless_unloaded():
             await self._kinds[kind]()
 
     def call_from_this_thread(self) -> None:

@@ -111,8 +111,8 @@ def check_tokens(
 
     Args:
         model_of: The weights that a version and a version of an adapter make.
-        shape: How many outputs the reference computes at a time, padded to a multiple of how many
-            tokens.
+        shape: The reference computes `shape[0]` outputs at a time. It pads them to a multiple of
+            `shape[1]` tokens.
     """
     compared = Compared()
     by_model: dict[Path, dict[Finished, list[range]]] = {}

@@ -16,9 +16,9 @@ from safetensors.numpy import save_file
 
 from scripts.train_toy.checkpoint import CONFIG, parameter_shapes, write_tokenizer
 
-# From so many bytes on: hidden size, MLP size, query heads, KV heads of a layer. They are a micro
-# model's, Qwen3-0.6B's and Qwen3-4B's. So a larger model has larger leaves; a hundred layers would
-# take minutes to compile.
+# The least bytes of a model, and a layer's hidden size, MLP size, query heads and KV heads. The
+# layers are those of a micro model, of Qwen3-0.6B and of Qwen3-4B. A larger model has larger layers
+# and not many more of them, because a hundred layers take minutes to compile.
 _LAYERS = {0.0: (256, 1024, 4, 2), 0.1e9: (1024, 3072, 16, 8), 3e9: (2560, 9728, 32, 8)}
 _TENSORS_PER_FILE = 100
 _BLOCK = (1 << 20) + 7  # no multiple of a row's length, so that rows differ
@@ -50,8 +50,8 @@ def weight_bytes(config: Mapping[str, Any]) -> int:
 def write_model(
     directory: Path, config: Mapping[str, Any], *, seed: int = 0, std: float = 0.02
 ) -> Path:
-    """Write a checkpoint of random weights, fast: every tensor repeats the same normal numbers,
-    from another place on."""
+    """Write a checkpoint of random weights. To be fast, it draws one block of normal numbers. Every
+    tensor repeats this block, and begins at another place in it."""
     dtype = jax.numpy.dtype(config["torch_dtype"])
     rng = np.random.default_rng(seed)
     block = std * rng.standard_normal(_BLOCK, dtype=np.float32)

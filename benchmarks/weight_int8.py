@@ -4,7 +4,8 @@
 
 Two pools on the same devices stage the same source, in turn, while their engines idle. The figures
 are medians of the report's "stage" phase. An update quantizes each matrix once, on the first
-engine's device, and copies the integers to the others.
+engine's device, and copies the integers to the others. If a matrix is sharded over the engines'
+devices, each device quantizes its own part.
 """
 
 from __future__ import annotations

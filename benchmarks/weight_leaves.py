@@ -28,7 +28,7 @@ _HEADERS += ["decode meanwhile", "beside plain JAX"]
 
 
 def measure(args: argparse.Namespace, devices: Sequence[jax.Device], other: jax.Device) -> None:
-    """Print and write the host's time a leaf and engine, for every source."""
+    """Print and write the host's time per leaf and engine, for every source."""
     accelerator = simulated.install()
     config = _config(args.leaves)
     leaves = len(parameter_shapes(config))
@@ -44,7 +44,7 @@ def measure(args: argparse.Namespace, devices: Sequence[jax.Device], other: jax.
                 accelerator.reset(0.0)
                 rows.append(row)
                 print(f"measured {case.name}", flush=True)
-    print(f"\n{leaves} leaves, {len(devices)} engines. Processor time a leaf and engine.")
+    print(f"\n{leaves} leaves, {len(devices)} engines. Processor time per leaf and engine.")
     plain(_HEADERS, map(_line, rows))
     write_json(args, leaves=leaves, engines=len(devices), rows=rows)
 

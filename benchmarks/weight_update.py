@@ -3,13 +3,13 @@
     python -m benchmarks.weight_update --size-gb 1 --engines 4 --rounds 3
     python -m benchmarks.weight_update --leaves 399
 
-The model is a Qwen3 of random weights. Compared are the phases "stage" and "commit" of the report,
-with idle engines: from the call until all engines have the new weights. The fingerprint of every
-engine's weights, which follows while engines generate, and the total are columns of their own. The
-pause is measured with engines that generate.
+The model is a Qwen3 of random weights. Engines idle, and the sum of the report's phases "stage" and
+"commit" is compared with plain JAX. The wait for a step boundary lies between the two and is not in
+the sum. The fingerprints of the weights follow while engines generate. They and the total have
+columns of their own. The pause is measured with engines that generate.
 
-With --leaves the model has many tiny leaves, and the figures are the host's: processor time a leaf
-and engine, of `stage_weights` and of plain JAX that moves all leaves in one call, and of a whole
+With --leaves the model has many tiny leaves. The figures are then processor time of the host, per
+leaf and engine: of `stage_weights`, of plain JAX that moves all leaves in one call, and of a whole
 update. "First" is the wall time of a source's first staging. "Decode meanwhile" is the speed of
 engines on a simulated accelerator of 20 ms steps, over their undisturbed speed, while weights are
 staged again and again. "Beside plain JAX" is their speed while plain JAX moves weights again and

@@ -82,8 +82,9 @@ class Trainer:
     ) -> tuple[State, dict[str, Any]]:
         """Learn from one batch.
 
-        The metrics are those of the weights before the step: their distance from the rollout's by
-        token (on policy it is rounding alone), and from the first weights.
+        The metrics describe the weights before the step. `ratio` and `kl_to_rollout` compare their
+        log-probabilities with the rollout's. On policy they differ by rounding alone. `kl_to_start`
+        compares them with those of the first weights.
         """
         placed = jax.tree.map(lambda array: jax.device_put(array, self._by_row), batch)
         own = self._logprobs(state.params, self._base, placed)

@@ -1,4 +1,4 @@
-"""What a patch is: targets in upstream, a probe, and a registry of what was replaced.
+"""What a patch is (targets in upstream and a probe), and the registry of applied patches.
 
 For each target the registry has the object that upstream had there, and the wrapper that is there
 now. Nothing here imports sgl_jax or jax before it is asked to.
@@ -41,7 +41,7 @@ class Target:
         replace: Takes the original and returns its replacement. For a class method it takes and
             returns the plain function.
         parameters: The parameter names that the original must have. None if it is not a function.
-        optional: Upstream versions without this binding do not have the defect.
+        optional: If upstream does not have this binding, the patch is not needed.
         inherited: The class has it from a base, which stays as it is.
     """
 

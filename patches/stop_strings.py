@@ -7,12 +7,13 @@ reported as "length".
 Why: `Req._check_str_based_finish` decodes only the last tokens: as many as the tokenizer makes of
 the longest stop string, and one more. `Req.check_finished` looks at the length first and returns.
 
-What we change: A request with stop strings keeps the end of its text, as far as a stop string may
-begin there. Each token is decoded once, after the tokens that its text depends on. Bytes of an
+What we change: A request with stop strings keeps the end of its text, in which a stop string may
+have begun. Each token is decoded once, after the tokens that its text depends on. Bytes of an
 incomplete character wait for the rest. The text with special tokens is searched, and also the text
 without them if the caller gets that. The stop string that is complete first counts. If several end
 at the same character, the longest counts. The outputs that a resumed request already has are not
-searched, except for a stop string that their last token completes. Upstream treats stop ids so.
+searched, except for a stop string that their last token completes. Upstream does the same with stop
+ids: it looks at the last token only.
 
 Remove when: Upstream searches the text and not a number of tokens.
 """
@@ -29,9 +30,9 @@ from patches._patch import Patch, Target
 
 _MODULE = "sgl_jax.srt.managers.schedule_batch"
 _REPLACEMENT = "\ufffd"
-# _CHARACTER: the most bytes of a UTF-8 character. _CONTEXT: how many tokens before a token its text
-# may depend on. _INCOMPLETE: how many tokens of incomplete characters wait. If there are more, the
-# tokens that no later token can complete are settled.
+# _CHARACTER: the most bytes of a UTF-8 character. _CONTEXT: a token's text may depend on this many
+# tokens before it. _INCOMPLETE: this many tokens may wait for the rest of a character. If more do,
+# those that no later token can complete are settled.
 _CHARACTER, _CONTEXT, _INCOMPLETE = 4, 5, 8
 _STATE = "_text_for_stops"
 

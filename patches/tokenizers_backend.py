@@ -2,8 +2,8 @@
 
 What breaks: Transformers 5 names a tokenizer's class `TokenizersBackend`. The prompts of such a
 checkpoint get other ids. With a Llama they begin with `<s>`, a new token whose id follows the last
-id of the vocabulary. Such a tokenizer does not load from a relative folder, or if its special
-tokens are objects.
+id of the vocabulary. Such a tokenizer does not load if its folder is given by a relative path,
+or if its special tokens are objects.
 
 Why: With an older transformers `get_tokenizer` copies the folder without the name of the class. The
 class is then that of the model's type. Llama's adds special tokens of its own. The copy consists of

@@ -6,10 +6,10 @@ an engine cannot even warm up.
 Why: `get_default_block_sizes` of the ragged paged attention knows versions 5, 6 and 7. The kernel
 itself compiles for a v4.
 
-What we change: On a v4 the function answers as on a v5, which has half the bandwidth and the same
-matrix units. The memory that a block may take is an argument, and stays the v4's. This compiles and
-was never run: `make tpu-check` compiles decode and prefill for a v4 with these sizes. Faster sizes
-may exist.
+What we change: On a v4 the function answers as on a v5. A v5e has two thirds of the bandwidth, and
+matrix units of the same size. The memory that a block may take is an argument, and stays the v4's.
+This compiles and was never run: `make tpu-check` compiles decode and prefill for a v4 with these
+sizes. Faster sizes may exist.
 
 Remove when: Upstream's function has sizes for version 4.
 """

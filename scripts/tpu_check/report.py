@@ -52,7 +52,8 @@ def _summed(programs: Sequence[Compiled]) -> list[Compiled]:
 
 
 def _sum(same: Sequence[Compiled]) -> list[Compiled]:
-    """One line for all shapes, with the seconds of all and the sizes of the largest."""
+    """One line for all shapes, with the seconds of all and the sizes of the largest. Programs with
+    problems have a line each, and the others then have none."""
     if wrong := [program for program in same if program.problem]:
         return wrong
     largest = max(same, key=lambda program: program.arguments + program.results)
