@@ -242,6 +242,15 @@ def test_sharded_matrices_become_int8_where_they_are() -> None:
     assert max(program["temporaries"] for program in report["programs"]) < largest
 
 
+@pytest.mark.timeout(900)
+@needs_libtpu
+def test_experts_in_int8_compile() -> None:
+    """Upstream makes the scales of experts before any program runs."""
+    asked = ["--quantization", "int8.yaml", "--topology", "v6e-8", "--kind", "steady"]
+    code, report, said = check(*asked, model="Qwen3-30B-A3B")
+    assert (code, len(report["programs"])) == (0, 1), said
+
+
 @needs_libtpu
 def test_several_steps_a_dispatch_compile() -> None:
     """The loop on the device takes over KV cache and state, as a single step does."""

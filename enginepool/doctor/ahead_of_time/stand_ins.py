@@ -5,6 +5,7 @@ chips. Upstream's code is not edited, and every function is put back.
 | --- | --- |
 | `jax.jit` | a program that upstream or the pool makes is compiled for the chip, and not run |
 | `jax.make_array_from_callback`, `jax.device_put` | arrays have a shape and a place, no numbers |
+| `jax.numpy.zeros`, `jax.sharding.reshard` | upstream makes scales of experts outside of programs |
 | `jax.device_get` | results of programs are zeros |
 | `jax.devices`, `jax.local_devices`, `jax.default_backend` | upstream and Pallas ask for the chip |
 | `jax.default_device` | computations outside of programs run on the CPU |
@@ -27,10 +28,11 @@ from typing import Any
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.core import Tracer
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from enginepool.doctor.ahead_of_time.record import Record
 
@@ -154,6 +156,8 @@ class _Lowered:
 _jit = jax.jit
 _device_put = jax.device_put
 _device_get = jax.device_get
+_jnp_zeros = jnp.zeros
+_shard = jax.sharding.reshard
 _on_device = (AbstractArray, jax.ShapeDtypeStruct)
 
 
@@ -205,6 +209,18 @@ def _from_callback(shape: Any, sharding: Any, callback: Any, dtype: Any = None) 
     return AbstractArray(shape, dtype, sharding)
 
 
+def _zeros(shape: Any, dtype: Any = None, *, out_sharding: Any = None, **options: Any) -> Any:
+    from jax._src import core
+
+    if not (core.trace_state_clean() and isinstance(out_sharding, PartitionSpec)):
+        return _jnp_zeros(shape, dtype, out_sharding=out_sharding, **options)
+    return AbstractArray(shape, dtype, NamedSharding(jax.sharding.get_mesh(), out_sharding))
+
+
+def _reshard(value: Any, sharding: Any) -> Any:
+    return _like(value, sharding) if isinstance(value, AbstractArray) else _shard(value, sharding)
+
+
 def _free_memory(hbm_bytes: int) -> Callable[[Any], int]:
     """The free memory, which upstream asks for before it loads the model and when it sizes the KV
     cache."""
@@ -251,6 +267,8 @@ def upstream_without_device(
             (jax, "jit", jit),
             (jax, "make_array_from_callback", _from_callback),
             (jax, "device_put", _put),
+            (jnp, "zeros", _zeros),
+            (jax.sharding, "reshard", _reshard),
             (jax, "device_get", _get),
             (jax, "devices", lambda *_: list(devices)),
             (jax, "local_devices", lambda *_, **__: list(devices)),
