@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from enginepool import EnginePool, toy
 from enginepool.cli.main import app
-from enginepool.doctor.first_run import cache, goldens, pools, process
+from enginepool.doctor.first_run import cache, goldens, pools, process, run
 from enginepool.doctor.first_run.checklist import Checklist, Finding
 from enginepool.doctor.first_run.run import first_run
 from enginepool.doctor.first_run.scrub import scrub
@@ -290,6 +290,20 @@ def test_no_time_at_all() -> None:
     assert all("are left" in check["problems"][0] for check in report["checks"][1:])
     assert report["ok"]
     assert any(line.startswith("pool: skipped") for line in said)
+
+
+def test_a_host_that_cannot_be_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The report says why. The checks of devices are not lost."""
+
+    def breaks(timeout: float) -> dict[str, Any]:
+        raise PermissionError("/proc")
+
+    monkeypatch.setattr(run, "examine", breaks)
+    report = first_run(1, budget=1.0, say=print)
+    assert report["checks"][0]["status"] == "error"
+    assert report["checks"][0]["problems"][0].startswith("PermissionError: ")
+    assert report["not_ok"] == ["host"]
+    assert report["skipped"] == ["pool", *VARIANTS, "persistent_cache"]
 
 
 def test_what_was_done_before_an_interruption_is_kept() -> None:
