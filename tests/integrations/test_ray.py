@@ -1,7 +1,9 @@
 """Pools on two hosts under Ray: two nodes in this machine, two engines each, on the toy."""
 
+import asyncio
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from enginepool import (  # noqa: E402
     toy,
 )
 from enginepool.ray import RayEnginePool  # noqa: E402
+from enginepool.ray.fleet import Fleet  # noqa: E402
 from enginepool.toy.files import read_checkpoint  # noqa: E402
 from tests.support.adapters import (  # noqa: E402
     Arrays,
@@ -29,7 +32,7 @@ from tests.support.adapters import (  # noqa: E402
     random_adapter,
     write_adapter,
 )
-from tests.support.liveness import SECONDS, callers, until  # noqa: E402
+from tests.support.liveness import SECONDS, callers, paused, until  # noqa: E402
 from tests.support.pools import SMALL, same  # noqa: E402
 from tests.support.ray_nodes import two_nodes  # noqa: E402
 
@@ -158,6 +161,53 @@ def test_a_time_limit(hosts: RayEnginePool) -> None:
     assert any(reason.get("err_type") == "timeout" for reason in reasons)
     until(lambda: hosts.stats()["running"] == hosts.stats()["waiting"] == 0)
     assert len(run(hosts, GREEDY)) == len(PROMPTS)
+
+
+@pytest.mark.parametrize("verb", ["as_completed", "stream"])
+def test_an_iterator_that_is_closed(hosts: RayEnginePool, verb: str) -> None:
+    """As in a pool: nothing starts before the first `next`, and closing ends the outputs."""
+    options = {"input_ids": PROMPTS, "sampling_params": GREEDY | {"max_new_tokens": 400}}
+    with paused(hosts):  # no output ends by itself
+        iterator: Any = getattr(hosts, verb)(**options)
+        hosts.stats()  # the driver has taken what came before
+        assert not hosts.fleet.router.calls
+        iterator.close()
+    iterator = getattr(hosts, verb)(**options)
+    next(iterator)
+    assert hosts.fleet.router.calls
+    iterator.close()
+    until(lambda: not hosts.fleet.router.calls)
+    until(lambda: not any(e["running"] for h in hosts.stats()["hosts"] for e in h["engines"]))
+
+
+def test_a_task_that_is_cancelled_while_its_call_is_checked(
+    hosts: RayEnginePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By asyncio itself, which does not wait for the thread. Nothing starts."""
+    run_there, begun, go_on = Fleet.run, threading.Event(), threading.Event()
+    checking: list[threading.Thread] = []
+
+    def run_late(fleet: Fleet, coroutine: Any) -> Any:
+        checking.append(threading.current_thread())
+        begun.set()
+        assert go_on.wait(SECONDS)
+        return run_there(fleet, coroutine)
+
+    async def main() -> None:
+        task = asyncio.create_task(hosts.async_generate_all(input_ids=PROMPTS))
+        await asyncio.to_thread(begun.wait, SECONDS)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        go_on.set()
+
+    with paused(hosts):
+        with monkeypatch.context() as patch:
+            patch.setattr(Fleet, "run", run_late)
+            asyncio.run(main())
+            checking[0].join(SECONDS)
+        hosts.stats()
+        assert not hosts.fleet.router.calls
 
 
 @pytest.mark.parametrize("kind", ["path", "arrays", "iterator", "bfloat16"])
