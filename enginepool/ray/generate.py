@@ -113,6 +113,7 @@ class RayGenerateCalls(FleetCalls):
         for name in options:
             if name not in _OPTIONS:
                 raise InvalidRequest(f"{name} is unknown; it takes {', '.join(_OPTIONS)}")
+        options = {name: _plain(value) for name, value in options.items()}
         fleet = self.fleet
         checked = fleet.run(fleet.check(prompts, sampling_params, options))
         call = RayCall(every=every, weight_version=fleet.weight_version)
@@ -186,3 +187,8 @@ class RayGenerateCalls(FleetCalls):
             if output is None:
                 return
             yield output
+
+
+def _plain(value: Any) -> Any:
+    """NumPy's and JAX's values as plain Python. The driver uses some, and Ray sends all."""
+    return value.tolist() if hasattr(value, "tolist") else value

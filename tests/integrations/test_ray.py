@@ -1,6 +1,7 @@
 """Pools on two hosts under Ray: two nodes in this machine, two engines each, on the toy."""
 
 import asyncio
+import math
 import os
 import signal
 import threading
@@ -118,6 +119,14 @@ def test_other_ways_to_ask(hosts: RayEnginePool, alone: EnginePool) -> None:
     last = {chunk["index"]: chunk["output_ids"] for chunk in chunks}
     assert last == {i: expected[i]["output_ids"] for i in range(2)}
     assert hosts.generate_all([]) == []
+    options: Any = {"return_prompt_logprob": True, "logprob_start_len": np.int64(1)}
+    options["prompt_indices"] = np.array([7, 3])
+    found, wanted = (run(pool, SEEDED, PROMPTS[:2], **options) for pool in (hosts, alone))
+    same(found, wanted)
+    for result, other in zip(found, wanted, strict=True):
+        assert len(result["meta_info"]["input_token_logprobs"]) == len(
+            other["meta_info"]["input_token_logprobs"]
+        )
 
     async def main() -> None:
         results = await hosts.async_generate_all(
@@ -141,6 +150,12 @@ def test_bad_input_starts_nothing(hosts: RayEnginePool) -> None:
         run(hosts, GREEDY, return_routed_experts=True)
     with pytest.raises(InvalidRequest, match="unknown"):
         run(hosts, GREEDY, temperature=0)
+    for timeout in ("5", -1, 0, True, math.nan):
+        with pytest.raises(InvalidRequest, match=r"timeout=.* expected a finite number of seconds"):
+            hosts.stream("1+1=", timeout=timeout)
+    for indices in (5, [0], [0, -1], [0, "1"]):
+        with pytest.raises(InvalidRequest, match="prompt_indices"):
+            run(hosts, GREEDY, PROMPTS[:2], prompt_indices=indices)
     after = hosts.stats()
     assert [h["prompt_tokens"] for h in after["hosts"]] == [
         h["prompt_tokens"] for h in before["hosts"]
@@ -154,8 +169,9 @@ def test_what_cannot_hold(cluster: None) -> None:
         RayEnginePool(hosts=1, no_such_argument=1)
 
 
-def test_a_time_limit(hosts: RayEnginePool) -> None:
-    results = run(hosts, GREEDY | {"max_new_tokens": 400}, timeout=0.2)
+@pytest.mark.parametrize("timeout", [0.2, np.float32(0.2)])
+def test_a_time_limit(hosts: RayEnginePool, timeout: Any) -> None:
+    results = run(hosts, GREEDY | {"max_new_tokens": 400}, timeout=timeout)
     reasons = [result["meta_info"]["finish_reason"] for result in results]
     assert {reason["type"] for reason in reasons} <= {"abort", "length"}
     assert any(reason.get("err_type") == "timeout" for reason in reasons)
