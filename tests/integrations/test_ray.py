@@ -163,8 +163,14 @@ def test_bad_input_starts_nothing(hosts: RayEnginePool) -> None:
 
 
 def test_what_cannot_hold(cluster: None) -> None:
-    with pytest.raises(InvalidConfig, match="hosts=0"):
-        RayEnginePool(hosts=0)
+    for name, bad in (
+        ("hosts", (0, "1", True)),
+        ("max_restarts", (-2, "1", 1.0)),
+        ("hang_timeout", (0, -1.0, "60", True, math.nan, math.inf)),
+    ):
+        for value in bad:
+            with pytest.raises(InvalidConfig, match=f"{name}={value!r}: expected"):
+                RayEnginePool(**{"hosts": 1, name: value})
     with pytest.raises(InvalidConfig, match="no_such_argument"):
         RayEnginePool(hosts=1, no_such_argument=1)
 
