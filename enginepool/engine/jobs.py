@@ -60,9 +60,14 @@ class Jobs:
         An idle engine checks the condition again when it is woken.
         """
         future: Future[T] = Future()
-        self.add(lambda: self._waiting.append((condition, job, future))).add_done_callback(
-            lambda listed: (error := listed.exception()) and future.set_exception(error)
-        )
+
+        def listed(adding: Future[None]) -> None:
+            error = adding.exception()
+            if error is not None and future.set_running_or_notify_cancel():
+                future.set_exception(error)
+
+        add = self.add(lambda: self._waiting.append((condition, job, future)))
+        add.add_done_callback(listed)
         return future
 
     def open(self) -> None:

@@ -102,8 +102,8 @@ class GenerateCalls(CallGroup):
     ) -> Iterator[dict[str, Any]]:
         """Yield each result as soon as it is complete.
 
-        `meta_info["prompt_index"]` has the index of its prompt. Bad input raises at the call, not
-        at the first `next`. Closing the iterator ends unfinished requests.
+        `meta_info["prompt_index"]` has the index of its prompt. Bad input raises at the call. The
+        requests start at the first `next`. Closing the iterator ends those that are unfinished.
         """
         checked = check_options("as_completed", options)
         runtime = self.runtime
@@ -143,8 +143,8 @@ class GenerateCalls(CallGroup):
         """Yield upstream's chunks: the text and ids so far, and the `index` of the output.
 
         A slow reader skips chunks; each chunk has all of the output so far. The last chunk of an
-        output has its `finish_reason` and equals its result. Closing the iterator ends unfinished
-        requests.
+        output has its `finish_reason` and equals its result. The requests start at the first
+        `next`. Closing the iterator ends those that are unfinished.
         """
         checked = check_options("stream", options)
         runtime = self.runtime

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 import anyio.to_thread
@@ -32,12 +33,9 @@ class RayGenerateCalls(FleetCalls):
         **options: Any,
     ) -> list[dict[str, Any]]:
         """As `EnginePool.generate_all`, over all hosts; `meta_info["host_index"]` says where."""
-        call = self._submit(prompts, sampling_params, options)
-        try:
-            self._wait(call, options.get("timeout"))
-        except BaseException:
-            self._leave(call)
-            raise
+        call, timeout = self._make_call(prompts, sampling_params, options)
+        with self._submitted(call):
+            self._wait(call, timeout)
         return call.results(raise_on_error)
 
     async def async_generate_all(
@@ -49,14 +47,9 @@ class RayGenerateCalls(FleetCalls):
         **options: Any,
     ) -> list[dict[str, Any]]:
         """`generate_all` on an event loop. Cancelling ends the outputs on the hosts."""
-        call = await anyio.to_thread.run_sync(self._submit, prompts, sampling_params, options)
-        try:
-            await anyio.to_thread.run_sync(
-                self._wait, call, options.get("timeout"), abandon_on_cancel=True
-            )
-        except BaseException:
-            self._leave(call)
-            raise
+        call, timeout = await self._async_make_call(prompts, sampling_params, options)
+        with self._submitted(call):
+            await anyio.to_thread.run_sync(self._wait, call, timeout, abandon_on_cancel=True)
         return call.results(raise_on_error)
 
     def as_completed(
@@ -66,8 +59,13 @@ class RayGenerateCalls(FleetCalls):
         **options: Any,
     ) -> Iterator[dict[str, Any]]:
         """As `EnginePool.as_completed`."""
-        call = self._submit(prompts, sampling_params, options)
-        return (output.latest or {} for output in self._heard(call, options) if output.done)
+        return self._as_completed(*self._make_call(prompts, sampling_params, options))
+
+    def _as_completed(self, call: RayCall, timeout: float | None) -> Iterator[dict[str, Any]]:
+        with self._submitted(call):
+            for output in self._news(call, timeout):
+                if output.done:
+                    yield output.latest or {}
 
     async def async_as_completed(
         self,
@@ -76,10 +74,11 @@ class RayGenerateCalls(FleetCalls):
         **options: Any,
     ) -> AsyncIterator[dict[str, Any]]:
         """`as_completed` on an event loop."""
-        call = await anyio.to_thread.run_sync(self._submit, prompts, sampling_params, options)
-        async for output in self._async_heard(call, options):
-            if output.done:
-                yield output.latest or {}
+        call, timeout = await self._async_make_call(prompts, sampling_params, options)
+        with self._submitted(call):
+            async for output in self._async_news(call, timeout):
+                if output.done:
+                    yield output.latest or {}
 
     def stream(
         self,
@@ -88,11 +87,12 @@ class RayGenerateCalls(FleetCalls):
         **options: Any,
     ) -> Iterator[dict[str, Any]]:
         """As `EnginePool.stream`: each output so far, and its `index`."""
-        call = self._submit(prompts, sampling_params, options, every=True)
-        return (
-            {**(output.latest or {}), "index": output.position}
-            for output in self._heard(call, options)
-        )
+        return self._stream(*self._make_call(prompts, sampling_params, options, every=True))
+
+    def _stream(self, call: RayCall, timeout: float | None) -> Iterator[dict[str, Any]]:
+        with self._submitted(call):
+            for output in self._news(call, timeout):
+                yield {**(output.latest or {}), "index": output.position}
 
     async def async_stream(
         self,
@@ -101,60 +101,57 @@ class RayGenerateCalls(FleetCalls):
         **options: Any,
     ) -> AsyncIterator[dict[str, Any]]:
         """`stream` on an event loop."""
-        call = await anyio.to_thread.run_sync(
-            lambda: self._submit(prompts, sampling_params, options, every=True)
-        )
-        async for output in self._async_heard(call, options):
-            yield {**(output.latest or {}), "index": output.position}
+        call, timeout = await self._async_make_call(prompts, sampling_params, options, every=True)
+        with self._submitted(call):
+            async for output in self._async_news(call, timeout):
+                yield {**(output.latest or {}), "index": output.position}
 
-    def _submit(
+    def _make_call(
         self, prompts: Any, sampling_params: Any, options: dict[str, Any], *, every: bool = False
-    ) -> RayCall:
+    ) -> tuple[RayCall, float | None]:
+        """Check the arguments. Nothing starts yet. Returns the call and its timeout."""
         for name in options:
             if name not in _OPTIONS:
                 raise InvalidRequest(f"{name} is unknown; it takes {', '.join(_OPTIONS)}")
+        options = {name: _plain(value) for name, value in options.items()}
         fleet = self.fleet
         checked = fleet.run(fleet.check(prompts, sampling_params, options))
-        indices = options.get("prompt_indices")
-        if indices is not None and len(indices) != len(checked):
-            raise InvalidRequest(f"prompt_indices: {len(indices)} for {len(checked)} prompts")
         call = RayCall(every=every, weight_version=fleet.weight_version)
         kept = {
             name: value
             for name, value in options.items()
             if name not in ("input_ids", "timeout", "prompt_indices") and value is not None
         }
-        call.fill(checked, sampling_params, kept, indices)
-        fleet.post(fleet.submit, call)
-        return call
+        indices, timeout = options.get("prompt_indices"), options.get("timeout")
+        call.fill(checked, sampling_params, kept, None if indices is None else list(indices))
+        return call, None if timeout is None else float(timeout)
+
+    async def _async_make_call(
+        self, prompts: Any, sampling_params: Any, options: dict[str, Any], *, every: bool = False
+    ) -> tuple[RayCall, float | None]:
+        return await anyio.to_thread.run_sync(
+            lambda: self._make_call(prompts, sampling_params, options, every=every)
+        )
+
+    @contextlib.contextmanager
+    def _submitted(self, call: RayCall) -> Iterator[None]:
+        """Submit a call, and run the block that waits for it. If the caller leaves the block early,
+        the call's outputs end on the hosts."""
+        fleet = self.fleet
+        try:
+            fleet.post(fleet.submit, call)
+            yield
+        except BaseException:
+            self._leave(call)
+            raise
 
     def _wait(self, call: RayCall, timeout: float | None) -> None:
         if not call.done.wait(timeout):
-            why = f"not finished within timeout={timeout} seconds"
-            self._leave(call, "timeout", why)
+            self._time_out(call, timeout)
             call.done.wait()
 
-    def _heard(self, call: RayCall, options: Mapping[str, Any]) -> Iterator[Output]:
-        timeout = options.get("timeout")
-        deadline = None if timeout is None else time.monotonic() + timeout
-        try:
-            while True:
-                left = None if deadline is None else max(0.0, deadline - time.monotonic())
-                if deadline is not None and not left:
-                    self._wait(call, 0.0)
-                    deadline = left = None
-                try:
-                    output = call.news.get(timeout=left)
-                except queue.Empty:
-                    continue
-                if output is None:
-                    break
-                yield output
-        finally:
-            if not call.done.is_set():
-                self._leave(call)
-        if call.failure is not None:
-            call.results()
+    def _time_out(self, call: RayCall, timeout: float | None) -> None:
+        self._leave(call, "timeout", f"not finished within timeout={timeout} seconds")
 
     def _leave(
         self, call: RayCall, err_type: str = "cancelled", why: str = "the caller left"
@@ -162,15 +159,36 @@ class RayGenerateCalls(FleetCalls):
         if (fleet := self._fleet) is not None:
             fleet.post(fleet.router.leave, call, err_type, why)
 
-    async def _async_heard(
-        self, call: RayCall, options: Mapping[str, Any]
-    ) -> AsyncIterator[Output]:
-        outputs = self._heard(call, options)
-        try:
-            while True:
-                output = await anyio.to_thread.run_sync(next, outputs, None, abandon_on_cancel=True)
-                if output is None:
-                    return
-                yield output
-        finally:
-            self._leave(call)
+    def _news(self, call: RayCall, timeout: float | None) -> Iterator[Output]:
+        """Each output of a submitted call when it has ended and, in a stream, when it has grown.
+
+        Raises:
+            PoolFailed, PoolClosed, InvalidRequest: The call has failed.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if deadline is not None and not left:
+                self._time_out(call, timeout)
+                deadline = left = None
+            try:
+                output = call.news.get(timeout=left)
+            except queue.Empty:
+                continue
+            if output is None:
+                break
+            yield output
+        call.results()
+
+    async def _async_news(self, call: RayCall, timeout: float | None) -> AsyncIterator[Output]:
+        news = self._news(call, timeout)
+        while True:
+            output = await anyio.to_thread.run_sync(next, news, None, abandon_on_cancel=True)
+            if output is None:
+                return
+            yield output
+
+
+def _plain(value: Any) -> Any:
+    """NumPy's and JAX's values as plain Python. The driver uses some, and Ray sends all."""
+    return value.tolist() if hasattr(value, "tolist") else value

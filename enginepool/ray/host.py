@@ -111,10 +111,18 @@ class Host:
             lora_path=options.get("lora_path"),
         )
         asked.return_sampling_mask = options.get("return_sampling_mask")
-        call = await asyncio.to_thread(self._open().front_end().make_call, asked)
+        pool = self._open()
+        call = await asyncio.to_thread(pool.front_end().make_call, asked)
         counts: dict[int, list[Any]] = {}
         for request in call.requests:
             counts.setdefault(request.prompt_index, [request.input_ids, 0])[1] += 1
+        # These options are not in upstream's request. A call of as many prompts checks them.
+        pool.as_completed(
+            input_ids=[[0]] * len(counts),
+            sampling_params={"max_new_tokens": 1},
+            prompt_indices=options.get("prompt_indices"),
+            timeout=options.get("timeout"),
+        )
         return [(ids, count) for ids, count in counts.values()]
 
     async def submit(self, attempts: Sequence[Attempt], number: int) -> bool:

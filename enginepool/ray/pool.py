@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Mapping
 from typing import Any, Self
@@ -62,8 +63,18 @@ class RayEnginePool(RayGenerateCalls, RaySteeringCalls):
         **pool_args: Any,
     ) -> None:
         requirements.check()
-        if isinstance(hosts, bool) or not isinstance(hosts, int) or hosts < 1:
-            raise InvalidConfig(f"hosts={hosts!r}: expected an integer, 1 or more")
+        for name, value, least in (("hosts", hosts, 1), ("max_restarts", max_restarts, -1)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise InvalidConfig(f"{name}={value!r}: expected an integer, {least} or more")
+        if hang_timeout is not None and not (
+            isinstance(hang_timeout, int | float)
+            and not isinstance(hang_timeout, bool)
+            and 0 < hang_timeout < math.inf
+        ):
+            raise InvalidConfig(
+                f"hang_timeout={hang_timeout!r}: expected a finite number of seconds, above 0, or "
+                "None for no limit"
+            )
         if placement_group is not None and placement_group.bundle_count < hosts:
             raise InvalidConfig(
                 f"the placement group has {placement_group.bundle_count} bundles for "

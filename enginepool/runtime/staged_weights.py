@@ -69,8 +69,7 @@ class StagedWeights:
                     f"the weights {self.weight_version!r} cannot be committed: {self._why}"
                 )
             _check_staged(update, workers)
-            update.options = replace(update.options, mode=mode)
-            report = update.finish()
+            report = update.attempt(mode).finish()
             self.make_stale("they are committed already")
         return report
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from enginepool.engine.jobs import EngineStopped
 from enginepool.engine.worker import EngineWorker
 from enginepool.errors import InvalidWeights, PoolClosed, WeightUpdateFailed
 from enginepool.runtime.commit import commit, leave_without_weights, stream
-from enginepool.runtime.quiesce import StoppedEngines, quiesced
+from enginepool.runtime.quiesce import StoppedEngines, SwapMode, quiesced
 from enginepool.runtime.runtime import Runtime
 from enginepool.runtime.served_config import check_config
 from enginepool.runtime.staging import Staged, choose_staging, stage
@@ -85,6 +86,14 @@ class Update:
         if early and self._choose() == "double":
             self._stage(self.workers)
         self._add("total", time.perf_counter() - started)
+
+    def attempt(self, mode: SwapMode) -> Update:
+        """A copy to `finish`, so that this one can be finished again if that fails. Times of an
+        attempt that failed are in no report."""
+        made = copy(self)
+        made.options = replace(self.options, mode=mode)
+        made.seconds, made.pauses = dict(self.seconds), {}
+        return made
 
     def finish(self) -> SwapReport:
         """Put the weights in place on every engine or on none."""

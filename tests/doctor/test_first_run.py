@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from enginepool import EnginePool, toy
 from enginepool.cli.main import app
-from enginepool.doctor.first_run import cache, goldens, pools, process
+from enginepool.doctor.first_run import cache, goldens, pools, process, run
 from enginepool.doctor.first_run.checklist import Checklist, Finding
 from enginepool.doctor.first_run.run import first_run
 from enginepool.doctor.first_run.scrub import scrub
@@ -292,6 +292,20 @@ def test_no_time_at_all() -> None:
     assert any(line.startswith("pool: skipped") for line in said)
 
 
+def test_a_host_that_cannot_be_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The report says why. The checks of devices are not lost."""
+
+    def breaks(timeout: float) -> dict[str, Any]:
+        raise PermissionError("/proc")
+
+    monkeypatch.setattr(run, "examine", breaks)
+    report = first_run(1, budget=1.0, say=print)
+    assert report["checks"][0]["status"] == "error"
+    assert report["checks"][0]["problems"][0].startswith("PermissionError: ")
+    assert report["not_ok"] == ["host"]
+    assert report["skipped"] == ["pool", *VARIANTS, "persistent_cache"]
+
+
 def test_what_was_done_before_an_interruption_is_kept() -> None:
     def interrupt(text: str) -> None:
         if text.startswith("pool: skipped"):
@@ -313,6 +327,42 @@ def test_a_process_that_fails() -> None:
     assert outcome["problems"] == ["its process ended with status 1"]
     assert "unknown id 99" in outcome["standard_error"][-1]
     assert str(Path(process.__file__).parents[2]) not in json.dumps(outcome)
+
+
+@pytest.mark.parametrize(
+    ("cut", "ending", "done", "last"),
+    [
+        (None, "os._exit(3)", ["one", "two"], ("pool_process", "ended with status 3")),
+        (None, "os.abort()", ["one", "two"], ("pool_process", "ended by SIGABRT")),
+        (-9, "os.abort()", ["one"], ("two", "ended by SIGABRT")),
+    ],
+)
+def test_a_process_that_crashes_at_its_end(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    cut: int | None,
+    ending: str,
+    done: list[str],
+    last: tuple[str, str],
+) -> None:
+    """The outcomes before are kept, and the crash has one. An outcome that was not written to
+    its end does not count."""
+    lines = [
+        {"plan": ["one", "two"]},
+        *({"check": name, "status": "ok"} for name in ("one", "two")),
+    ]
+    text = "".join(json.dumps(line) + "\n" for line in lines)[:cut]
+    stage = f"import os\nprint({text!r}, end='', flush=True)\n{ending}\n"
+    (tmp_path / "ends.py").write_text(stage)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    outcomes: list[dict[str, Any]] = []
+    job = {"stage": "pool", "devices": 1, "seconds": 60.0}
+    process.run_stage(job, outcomes.append, print, "ends")
+    *before, crash = outcomes
+    assert before == [{"check": name, "status": "ok"} for name in done]
+    assert (crash["check"], crash["status"]) == (last[0], "error")
+    assert crash["problems"] == [f"its process {last[1]}"]
+    assert "standard_error" in crash
 
 
 def test_a_process_that_takes_too_long() -> None:
@@ -347,6 +397,10 @@ def outcome(device: int, hits: int, status: str = "ok") -> dict[str, Any]:
     return {"check": f"device_{device}", "status": "ok", "seen": seen}
 
 
+# The process of this stage ended after its last check.
+CRASH = {"check": "cache_process", "status": "error", "problems": ["ended by SIGSEGV"]}
+
+
 @pytest.mark.parametrize(
     ("read", "above", "problem"),
     [
@@ -356,6 +410,8 @@ def outcome(device: int, hits: int, status: str = "ok") -> dict[str, Any]:
         ([outcome(0, 1)], None, None),
         ([outcome(0, 0), outcome(1, 1)], True, "did not find its own program"),
         ([outcome(0, 0, "error"), outcome(1, 0, "skipped")], False, "could not read: ended by"),
+        ([outcome(0, 1), outcome(1, 1), CRASH], True, None),
+        ([CRASH], None, "could not read: ended by"),
     ],
 )
 def test_what_the_cache_answered(

@@ -1,7 +1,10 @@
 """Pools on two hosts under Ray: two nodes in this machine, two engines each, on the toy."""
 
+import asyncio
+import math
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,7 @@ from enginepool import (  # noqa: E402
     toy,
 )
 from enginepool.ray import RayEnginePool  # noqa: E402
+from enginepool.ray.fleet import Fleet  # noqa: E402
 from enginepool.toy.files import read_checkpoint  # noqa: E402
 from tests.support.adapters import (  # noqa: E402
     Arrays,
@@ -29,7 +33,7 @@ from tests.support.adapters import (  # noqa: E402
     random_adapter,
     write_adapter,
 )
-from tests.support.liveness import SECONDS, callers, until  # noqa: E402
+from tests.support.liveness import SECONDS, callers, paused, until  # noqa: E402
 from tests.support.pools import SMALL, same  # noqa: E402
 from tests.support.ray_nodes import two_nodes  # noqa: E402
 
@@ -115,6 +119,14 @@ def test_other_ways_to_ask(hosts: RayEnginePool, alone: EnginePool) -> None:
     last = {chunk["index"]: chunk["output_ids"] for chunk in chunks}
     assert last == {i: expected[i]["output_ids"] for i in range(2)}
     assert hosts.generate_all([]) == []
+    options: Any = {"return_prompt_logprob": True, "logprob_start_len": np.int64(1)}
+    options["prompt_indices"] = np.array([7, 3])
+    found, wanted = (run(pool, SEEDED, PROMPTS[:2], **options) for pool in (hosts, alone))
+    same(found, wanted)
+    for result, other in zip(found, wanted, strict=True):
+        assert len(result["meta_info"]["input_token_logprobs"]) == len(
+            other["meta_info"]["input_token_logprobs"]
+        )
 
     async def main() -> None:
         results = await hosts.async_generate_all(
@@ -138,6 +150,12 @@ def test_bad_input_starts_nothing(hosts: RayEnginePool) -> None:
         run(hosts, GREEDY, return_routed_experts=True)
     with pytest.raises(InvalidRequest, match="unknown"):
         run(hosts, GREEDY, temperature=0)
+    for timeout in ("5", -1, 0, True, math.nan):
+        with pytest.raises(InvalidRequest, match=r"timeout=.* expected a finite number of seconds"):
+            hosts.stream("1+1=", timeout=timeout)
+    for indices in (5, [0], [0, -1], [0, "1"]):
+        with pytest.raises(InvalidRequest, match="prompt_indices"):
+            run(hosts, GREEDY, PROMPTS[:2], prompt_indices=indices)
     after = hosts.stats()
     assert [h["prompt_tokens"] for h in after["hosts"]] == [
         h["prompt_tokens"] for h in before["hosts"]
@@ -145,19 +163,73 @@ def test_bad_input_starts_nothing(hosts: RayEnginePool) -> None:
 
 
 def test_what_cannot_hold(cluster: None) -> None:
-    with pytest.raises(InvalidConfig, match="hosts=0"):
-        RayEnginePool(hosts=0)
+    for name, bad in (
+        ("hosts", (0, "1", True)),
+        ("max_restarts", (-2, "1", 1.0)),
+        ("hang_timeout", (0, -1.0, "60", True, math.nan, math.inf)),
+    ):
+        for value in bad:
+            with pytest.raises(InvalidConfig, match=f"{name}={value!r}: expected"):
+                RayEnginePool(**{"hosts": 1, name: value})
     with pytest.raises(InvalidConfig, match="no_such_argument"):
         RayEnginePool(hosts=1, no_such_argument=1)
 
 
-def test_a_time_limit(hosts: RayEnginePool) -> None:
-    results = run(hosts, GREEDY | {"max_new_tokens": 400}, timeout=0.2)
+@pytest.mark.parametrize("timeout", [0.2, np.float32(0.2)])
+def test_a_time_limit(hosts: RayEnginePool, timeout: Any) -> None:
+    results = run(hosts, GREEDY | {"max_new_tokens": 400}, timeout=timeout)
     reasons = [result["meta_info"]["finish_reason"] for result in results]
     assert {reason["type"] for reason in reasons} <= {"abort", "length"}
     assert any(reason.get("err_type") == "timeout" for reason in reasons)
     until(lambda: hosts.stats()["running"] == hosts.stats()["waiting"] == 0)
     assert len(run(hosts, GREEDY)) == len(PROMPTS)
+
+
+@pytest.mark.parametrize("verb", ["as_completed", "stream"])
+def test_an_iterator_that_is_closed(hosts: RayEnginePool, verb: str) -> None:
+    """As in a pool: nothing starts before the first `next`, and closing ends the outputs."""
+    options = {"input_ids": PROMPTS, "sampling_params": GREEDY | {"max_new_tokens": 400}}
+    with paused(hosts):  # no output ends by itself
+        iterator: Any = getattr(hosts, verb)(**options)
+        hosts.stats()  # the driver has taken what came before
+        assert not hosts.fleet.router.calls
+        iterator.close()
+    iterator = getattr(hosts, verb)(**options)
+    next(iterator)
+    assert hosts.fleet.router.calls
+    iterator.close()
+    until(lambda: not hosts.fleet.router.calls)
+    until(lambda: not any(e["running"] for h in hosts.stats()["hosts"] for e in h["engines"]))
+
+
+def test_a_task_that_is_cancelled_while_its_call_is_checked(
+    hosts: RayEnginePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By asyncio itself, which does not wait for the thread. Nothing starts."""
+    run_there, begun, go_on = Fleet.run, threading.Event(), threading.Event()
+    checking: list[threading.Thread] = []
+
+    def run_late(fleet: Fleet, coroutine: Any) -> Any:
+        checking.append(threading.current_thread())
+        begun.set()
+        assert go_on.wait(SECONDS)
+        return run_there(fleet, coroutine)
+
+    async def main() -> None:
+        task = asyncio.create_task(hosts.async_generate_all(input_ids=PROMPTS))
+        await asyncio.to_thread(begun.wait, SECONDS)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        go_on.set()
+
+    with paused(hosts):
+        with monkeypatch.context() as patch:
+            patch.setattr(Fleet, "run", run_late)
+            asyncio.run(main())
+            checking[0].join(SECONDS)
+        hosts.stats()
+        assert not hosts.fleet.router.calls
 
 
 @pytest.mark.parametrize("kind", ["path", "arrays", "iterator", "bfloat16"])

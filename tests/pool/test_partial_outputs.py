@@ -225,3 +225,47 @@ def test_what_does_not_fit_is_refused(pool: EnginePool, options: dict[str, Any],
     with pytest.raises(InvalidRequest, match=said):
         pool.generate_all(input_ids=PROMPTS[:2], sampling_params=params, **options)
     assert pool.stats()["finished"] == before
+
+
+HUGE = 10**400
+TOP, NAMED, MASK = "top_logprobs_num", "token_ids_logprob", "return_sampling_mask"
+
+
+def mask(ids: Any) -> dict[str, Any]:
+    rows = {"indptr": [0, 1, 2], "ids": ids, "too_many": []}
+    return {"output_sampling_mask": rows, "output_token_sampling_logprobs": [0.0, 0.0]}
+
+
+@pytest.mark.parametrize(
+    ("meta", "options"),
+    [
+        ({"output_token_logprobs": [(), -2.0]}, {"return_logprob": True}),
+        ({"output_token_logprobs": [HUGE, -2.0]}, {"return_logprob": True}),
+        ({"output_top_logprobs": [None, None]}, {TOP: 1}),
+        ({"output_top_logprobs": [[(-1.0,)], [(-1.0, 5)]]}, {TOP: 1}),
+        ({"output_top_logprobs": [[("a", 5)], [(-1.0, 5)]]}, {TOP: 1}),
+        ({"output_top_logprobs": [[(-1.0, 5)], [(-1.0, None)]]}, {}),
+        ({"output_top_logprobs": [[(HUGE, 5)], [(-1.0, 5)]]}, {}),
+        ({"output_token_ids_logprobs": [[(HUGE, 7)], [(-1.0, 7)]]}, {NAMED: [7]}),
+        ({"output_token_ids_logprobs": [None, [(-1.0, 7)]]}, {NAMED: [7]}),
+        (mask([5, 2**40]), {MASK: True}),
+        (mask(None), {MASK: True}),
+        ({"weight_versions": [["0", "2", "a"]]}, {}),
+        ({"weight_versions": [[-1, 2, "a"]]}, {}),
+        ({"weight_versions": [[0, 2.0, "a"]]}, {}),
+        ({"weight_versions": [[0, 2, ["a"]]]}, {}),
+        ({"lora_versions": [[0, 2, None]]}, {}),
+        ({"prompt_weight_versions": 7}, {}),
+        ({"prompt_weight_versions": "new"}, {}),
+        ({"prompt_weight_versions": ["a", None]}, {}),
+    ],
+)
+def test_a_malformed_field_is_named(
+    pool: EnginePool, meta: dict[str, Any], options: dict[str, Any]
+) -> None:
+    field, *_ = meta
+    if {TOP, NAMED} & options.keys():
+        options = options | {"return_logprob": True}
+        meta = {"output_token_logprobs": [-1.0, -2.0]} | meta
+    with pytest.raises(InvalidRequest, match=f"prompt 1: partial_outputs: .*{field}"):
+        pool.generate_all(input_ids=PROMPTS[:2], partial_outputs=[None, partial(**meta)], **options)

@@ -221,7 +221,7 @@ def test_a_part_of_other_weights(one: EnginePool, models: list[Path], own_weight
     assert_rows(models[1], prompt, bare)
     assert_rows(models[0], prompt, kept, end=last)
     assert_rows(models[1], prompt, kept, start=last)
-    for bad in (old[:-8], "none", 5):
+    for bad in (old[:-8], "none", 5, np.array([1, 2])):
         part["meta_info"]["routed_experts"] = bad
         call = lambda: ask(one, [prompt], SAMPLED, partial_outputs=[part])  # noqa: E731
         refused(one, call, "routed_experts", f"{last} positions", prompt=0)

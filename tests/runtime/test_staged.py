@@ -1,9 +1,11 @@
 """Weights are staged now and committed later: what can happen in between."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -18,6 +20,7 @@ from enginepool import (
     StaleWeights,
     WeightUpdateFailed,
 )
+from enginepool.runtime import update
 from tests.runtime.test_swap_faults import broken_commit, states, unchanged, versions
 from tests.support import faults
 from tests.support.layouts import GREEDY, PROMPTS, answers, leaves, serves
@@ -123,6 +126,30 @@ def test_a_commit_that_fails_can_be_tried_again(
     with pytest.raises(InvalidRequest, match="mode='never'"):
         staged.commit(mode="never")  # type: ignore[arg-type]
     staged.commit()
+    serves(four, target("qwen3"))
+
+
+def test_a_report_has_no_times_of_a_commit_that_failed(
+    four: EnginePool, target: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every commit takes a thousand seconds by this clock. The report of the second one has its
+    own only."""
+    late, commit = [0.0], update.commit
+
+    def slow(*args: Any) -> Any:
+        late[0] += 1000
+        return commit(*args)
+
+    clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + late[0])
+    monkeypatch.setattr(update, "time", clock)
+    monkeypatch.setattr(update, "commit", slow)
+    staged = four.stage_weights(target("qwen3"))
+    late[0] += 1000  # nobody counts these
+    with broken_commit(four, 2, 7), pytest.raises(WeightUpdateFailed):
+        staged.commit()
+    seconds = staged.commit().seconds
+    assert {name for name, took in seconds.items() if took >= 1000} == {"commit", "total"}
+    assert max(seconds.values()) < 2000
     serves(four, target("qwen3"))
 
 

@@ -74,15 +74,17 @@ def conclude(
     """One finding from the outcomes of the two processes.
 
     The check answers a question. So "programs of devices above the first are not read from the
-    cache" and "it crashes" are answers. Only the first device must work.
+    cache" and "it crashes" are answers. Only the first device must work. What happened to a process
+    itself is in `written` and `read`.
     """
     found.seen["written"] = [_short(outcome) for outcome in written]
     found.seen["read"] = [_short(outcome) for outcome in read]
+    devices = [outcome for outcome in read if outcome["check"].startswith("device_")]
     found.seen["hits_by_device"] = {
         outcome["check"].removeprefix("device_"): outcome.get("seen", {}).get("hits", 0)
-        for outcome in read
+        for outcome in devices
     }
-    taken = [outcome["status"] == "ok" and bool(outcome["seen"]["hits"]) for outcome in read]
+    taken = [outcome["status"] == "ok" and bool(outcome["seen"]["hits"]) for outcome in devices]
     above = taken[1:]
     found.seen["taken_by_devices_above_the_first"] = all(above) if above else None
     for what, outcomes in (("write", written), ("read", read)):

@@ -31,6 +31,8 @@ def run_stage(
 ) -> None:
     """Run a stage for `job["seconds"]` at most, and report an outcome of every planned check.
 
+    A process that fails after its last check has an outcome of its own, "<stage>_process".
+
     It does not use JAX's persistent cache, because the time of compiling is measured.
 
     Args:
@@ -72,7 +74,8 @@ def _run(
     report: Report,
     say: Callable[[str], None],
 ) -> tuple[list[str], str] | None:
-    """The checks that were not done, and the reason if the process failed."""
+    """None if the process ended well. Otherwise the checks that were not done, or a name for the
+    process itself, and the reason."""
     planned: list[str] | None = None
     limit = job["seconds"] + GRACE
     too_long = threading.Event()
@@ -89,6 +92,8 @@ def _run(
         try:
             assert process.stdout is not None
             for line in process.stdout:
+                if not line.endswith("\n"):
+                    continue  # it was killed while it wrote this line
                 content = json.loads(line)
                 if "say" in content:
                     say(content["say"])
@@ -104,10 +109,13 @@ def _run(
             raise
         finally:
             timer.cancel()
+    name = job.get("name", job["stage"])
     if planned is None:
-        planned = [job.get("name", job["stage"])]
-    elif status == 0 and not planned:
-        return None
+        planned = [name]
+    elif not planned:
+        if status == 0:
+            return None
+        planned = [f"{name}_process"]  # all checks were done
     if too_long.is_set():
         return planned, f"not done after {limit:.0f} s"
     if status < 0:

@@ -58,7 +58,7 @@ class _Run:
         self._checklist.run("host", partial(self._look_at_host, start))
         interrupted = False
         try:
-            if self._report["devices"]:
+            if self._report.get("devices") != []:  # not known if the check of the host raised
                 self._look_at_devices()
         except KeyboardInterrupt:  # keeps results that took minutes
             interrupted = True
@@ -75,7 +75,7 @@ class _Run:
 
     def _look_at_devices(self) -> None:
         self._stage("pool", _POOL_SECONDS)
-        for name, options in _variants(self._report["platform"]).items():
+        for name, options in _variants(self._report.get("platform", "")).items():
             self._stage("variant", self._engine_seconds(), name=name, options=options)
         self._look_at_cache()
 

@@ -1,0 +1,58 @@
+"""Jobs that other threads give an engine, without an engine."""
+
+from concurrent.futures import CancelledError
+from typing import Any
+
+import pytest
+
+from enginepool.engine.jobs import EngineStopped, Jobs
+
+
+@pytest.fixture
+def jobs() -> Jobs:
+    return Jobs(lambda: None)
+
+
+def never() -> bool:
+    return False
+
+
+def test_a_job_waits_for_its_condition(jobs: Jobs) -> None:
+    """It runs at the first step boundary at which the condition holds, once."""
+    ready: list[int] = []
+    future = jobs.add_when(lambda: bool(ready), lambda: "done")
+    jobs.run_due()
+    assert not future.done()
+    assert not jobs.due()
+    ready.append(1)
+    assert jobs.due()
+    jobs.run_due()
+    assert future.result(0) == "done"
+    assert not jobs.due()
+
+
+@pytest.mark.parametrize("seen", [False, True])
+def test_jobs_fail_when_the_engine_stops(jobs: Jobs, seen: bool) -> None:
+    """Whether the engine has seen them or not. Later jobs fail at once."""
+    futures: list[Any] = [jobs.add_when(never, lambda: None)]
+    if seen:
+        jobs.run_due()
+    futures.append(jobs.add(lambda: None))
+    jobs.close("it has ended")
+    futures += [jobs.add(lambda: None), jobs.add_when(never, lambda: None)]
+    for future in futures:
+        with pytest.raises(EngineStopped, match="it has ended"):
+            future.result(0)
+
+
+@pytest.mark.parametrize("seen", [False, True])
+def test_a_cancelled_job_is_gone(jobs: Jobs, seen: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Its caller has left. Nothing is logged when the engine stops before it has seen the job."""
+    future = jobs.add_when(never, lambda: pytest.fail("it ran"))
+    if seen:
+        jobs.run_due()
+    assert future.cancel()
+    jobs.close("it has ended")
+    with pytest.raises(CancelledError):
+        future.result(0)
+    assert caplog.records == []
