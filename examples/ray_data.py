@@ -104,7 +104,13 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--sampling-params", type=json.loads, help="JSON")
     parser.add_argument("--pool-args", type=json.loads, default={}, help="JSON for EnginePool")
     parser.add_argument("--address", help="a Ray cluster; default: RAY_ADDRESS, or this machine")
-    return parser.parse_args()
+    given = parser.parse_args()
+    if (n := (given.sampling_params or {}).get("n", 1)) != 1:
+        parser.error(
+            f"--sampling-params: n={n}: a row has one output. For more samples of a "
+            "prompt, give one row per sample, each with its own id, and leave n out"
+        )
+    return given
 
 
 if __name__ == "__main__":

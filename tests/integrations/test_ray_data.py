@@ -96,6 +96,15 @@ def test_it_goes_on_where_it_was_killed(
     assert len(jsonl(output)) == len(ROWS)
 
 
+def test_more_than_one_sample_of_a_row_is_refused() -> None:
+    """Before anything is generated. The message says what to do instead."""
+    command = [sys.executable, EXAMPLE, "prompts.jsonl", "results", "--sampling-params"]
+    done = subprocess.run([*command, '{"n": 4}'], capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 2
+    assert "n=4" in done.stderr
+    assert "one row per sample" in done.stderr
+
+
 def test_parquet(address: str, expected: dict[int, list[int]], tmp_path: Path) -> None:
     source, output = tmp_path / "prompts.parquet", tmp_path / "results"
     few = ROWS[:12]
