@@ -13,6 +13,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+# Of the standard error of a process that ended.
+_LAST_LINES = 20
+
 
 class Contestant:
     """Processes (`peer_process.py`) that do a job together. They are stopped while they have none.
@@ -35,19 +38,12 @@ class Contestant:
             env["JAX_COMPILATION_CACHE_DIR"] = str(model.with_name("compiled"))
             env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         setup = {"kind": kind, "engines": engines, "model": str(model), "server_args": server_args}
-        self._processes = []
-        for _ in range(processes):
-            process = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.peer_process"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-                env=env,
-            )
+        self._processes: list[_Process] = []
+        for index in range(processes):
+            process = _Process(name, model.with_name(f"{name}-{index}.stderr"), env)
             self._processes.append(process)
-            _write(process, setup)
-            if _read(process) != "ready":
+            process.write(setup)
+            if process.read() != "ready":
                 raise SystemExit(f"{name} did not start")
             process.send_signal(signal.SIGSTOP)
 
@@ -60,8 +56,8 @@ class Contestant:
         lists = [name for name in ("prompts", "params") if name in job]
         for index, process in enumerate(self._processes):
             parts = {name: job[name][index::share] for name in lists}
-            _write(process, job | parts)
-        answers = [json.loads(_read(process)) for process in self._processes]
+            process.write(job | parts)
+        answers = [json.loads(process.read()) for process in self._processes]
         wall = time.perf_counter() - started
         for process in self._processes:
             process.send_signal(signal.SIGSTOP)
@@ -78,8 +74,7 @@ class Contestant:
 
     def close(self) -> None:
         for process in self._processes:
-            process.kill()
-            process.communicate()
+            process.close()
 
 
 def random_job(
@@ -95,15 +90,40 @@ def random_job(
     return {"step_ms": step_ms, "prompts": prompts, "params": params}
 
 
-def _write(process: subprocess.Popen[str], value: Any) -> None:
-    assert process.stdin is not None
-    process.stdin.write(json.dumps(value) + "\n")
-    process.stdin.flush()
+class _Process:
+    """One process (`peer_process.py`): lines of JSON in and out."""
 
+    def __init__(self, contestant: str, stderr: Path, env: dict[str, str]) -> None:
+        self._contestant, self._stderr = contestant, stderr
+        with stderr.open("wb") as file:
+            self._popen = subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.peer_process"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file,
+                text=True,
+                env=env,
+            )
+        self.send_signal = self._popen.send_signal
 
-def _read(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    if not line:
-        raise SystemExit(f"a contestant ended with status {process.wait()}")
-    return line.strip()
+    def write(self, value: Any) -> None:
+        assert self._popen.stdin is not None
+        self._popen.stdin.write(json.dumps(value) + "\n")
+        self._popen.stdin.flush()
+
+    def read(self) -> str:
+        """
+        Raises:
+            SystemExit: The process ended. The message has the last lines of its standard error.
+        """
+        assert self._popen.stdout is not None
+        if line := self._popen.stdout.readline():
+            return line.strip()
+        status = self._popen.wait()
+        lines = self._stderr.read_text(encoding="utf-8", errors="replace").splitlines()
+        last = "\n".join(lines[-_LAST_LINES:])
+        raise SystemExit(f"{self._contestant}: a process ended with status {status}:\n{last}")
+
+    def close(self) -> None:
+        self._popen.kill()
+        self._popen.communicate()

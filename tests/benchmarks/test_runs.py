@@ -11,6 +11,7 @@ from llguidance.hf import from_tokenizer
 from transformers import AutoTokenizer
 
 from benchmarks.command import CORES, limited_by_cores
+from benchmarks.contestant import Contestant
 from benchmarks.fuzz_law import Law
 from benchmarks.soak_checks import check_early_end, check_modes
 from benchmarks.span_checks import Finished, check_spans, check_tokens
@@ -60,6 +61,17 @@ def test_an_accelerator_is_not_simulated_without_a_compiler(tmp_path):
     )
     assert done.returncode == 1
     assert "this host has no compiler (c++, g++ or clang++ in PATH): install one" in done.stderr
+
+
+def test_a_contestant_that_ends_says_why(tmp_path, monkeypatch):
+    """The error has the last lines of its standard error."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SystemExit) as raised:
+        Contestant("pool", "pool", tmp_path / "model", {}, engines=1)
+    first, *lines = str(raised.value).splitlines()
+    assert first == "pool: a process ended with status 1:"
+    assert "this host has no compiler" in lines[-1]
 
 
 @pytest.mark.parametrize(("engines", "limited"), [(1, False), (100, True)])
