@@ -197,6 +197,9 @@ def train(
 
 def main(argv: list[str] | None = None) -> None:
     options = arguments(argv)
+    folder = (options.out / "checkpoints").absolute()
+    if not options.resume and any(one.name.isdecimal() for one in folder.glob("*")):
+        raise SystemExit(f"{folder} has checkpoints: give --resume, or another folder as --out")
     options.out.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     policy = Adapter(options.lora, seed=options.seed) if options.lora else AllWeights()
@@ -218,10 +221,7 @@ def main(argv: list[str] | None = None) -> None:
             options.correction,
         )  # fmt: skip
         checkpoints = stack.enter_context(
-            ocp.CheckpointManager(
-                (options.out / "checkpoints").absolute(),
-                options=ocp.CheckpointManagerOptions(max_to_keep=2),
-            )
+            ocp.CheckpointManager(folder, options=ocp.CheckpointManagerOptions(max_to_keep=2))
         )
         rollouts = Rollouts(pool, policy, options)
         begin, first = trainer.start(), 0

@@ -26,8 +26,13 @@ def run(out: Path, *options: str) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def two_steps(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run(tmp_path_factory.mktemp("grpo"), "--steps", "2", "--devices", "2")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("grpo")
+
+
+@pytest.fixture(scope="module")
+def two_steps(folder: Path) -> list[dict[str, Any]]:
+    return run(folder, "--steps", "2", "--devices", "2")
 
 
 def test_on_policy(two_steps: list[dict[str, Any]]) -> None:
@@ -53,6 +58,19 @@ def test_resumed_on_other_engines(two_steps: list[dict[str, Any]], tmp_path: Pat
     (again,) = [row for row in rows if row["step"] == 1 and "samples" in row]
     assert again["samples"] == two_steps[1]["samples"]
     assert again["versions"] == [1]
+
+
+def test_a_folder_with_checkpoints_is_refused(
+    two_steps: list[dict[str, Any]], folder: Path
+) -> None:
+    """Without --resume. Otherwise the checkpoints would stay those of the first run."""
+    command = [sys.executable, SCRIPT, "--out", folder, "--prompts", "16", "--steps", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=5 * SECONDS)
+    assert done.returncode == 1
+    assert f"{folder / 'checkpoints'} has checkpoints" in done.stderr
+    assert "--resume" in done.stderr
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == two_steps
 
 
 def test_one_step_off_policy(tmp_path: Path) -> None:
