@@ -229,7 +229,7 @@ def main(argv: list[str] | None = None) -> None:
             begin = checkpoints.restore(latest, args=ocp.args.StandardRestore(begin))
             first = latest
         policy.give(pool, begin.params, first)
-        log = stack.enter_context(grpo_report.Log(options, append=options.resume))
+        log = stack.enter_context(grpo_report.Log(options, first=first))
         step = first - 1
         for step, state, metrics in train(rollouts, trainer, options, begin, first):
             log.write(metrics | {"minutes": (time.monotonic() - began) / 60})

@@ -12,8 +12,16 @@ from typing import Any, Self
 class Log:
     """metrics.jsonl in the run's folder, lines on standard output, and W&B where asked for."""
 
-    def __init__(self, options: argparse.Namespace, *, append: bool) -> None:
-        self._file = (options.out / "metrics.jsonl").open("a" if append else "w", encoding="utf-8")
+    def __init__(self, options: argparse.Namespace, *, first: int) -> None:
+        """
+        Args:
+            first: The step that comes next. Of an earlier run, the lines before it stay.
+        """
+        self._file = (options.out / "metrics.jsonl").open("a+", encoding="utf-8")
+        self._file.seek(0)
+        kept = [line for line in self._file if json.loads(line)["step"] < first]
+        self._file.truncate(0)
+        self._file.writelines(kept)
         self._wandb: Any = None
         if options.wandb:
             import wandb

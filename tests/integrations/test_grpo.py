@@ -50,12 +50,17 @@ def test_on_policy(two_steps: list[dict[str, Any]]) -> None:
 
 def test_resumed_on_other_engines(two_steps: list[dict[str, Any]], tmp_path: Path) -> None:
     """Samples do not depend on the engines. A run that resumes from its checkpoint gives what an
-    uninterrupted run gives."""
+    uninterrupted run gives. Its log has every step once, even if the kill came after the next step
+    and before its checkpoint."""
     first, _ = run(tmp_path, "--steps", "1", "--devices", "1")
     assert first["samples"] == two_steps[0]["samples"]
     assert first["reward"] == two_steps[0]["reward"]
+    with (tmp_path / "metrics.jsonl").open("a") as log:
+        log.write('{"step": 1}\n')
     rows = run(tmp_path, "--steps", "2", "--devices", "4", "--resume")
-    (again,) = [row for row in rows if row["step"] == 1 and "samples" in row]
+    assert rows[0] == first
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    again = rows[1]
     assert again["samples"] == two_steps[1]["samples"]
     assert again["versions"] == [1]
 
