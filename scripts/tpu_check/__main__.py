@@ -13,7 +13,7 @@ from enginepool.doctor.ahead_of_time.programs import compile_programs
 from enginepool.doctor.ahead_of_time.record import KINDS, Record
 from enginepool.sizing.chips import TOPOLOGIES, topology
 from scripts.tpu_check.engine import MODELS, Sizes, model_config, refuse_what_fails
-from scripts.tpu_check.report import as_json, overview, table
+from scripts.tpu_check.report import overview, table
 
 _USUAL = ("decode", "steady", "prefill", "sampler")
 
@@ -62,7 +62,7 @@ def _check(options: argparse.Namespace) -> bool:
             "steps": record.steps,
             "steady_steps": record.steady_steps,
         }
-        reports.append(as_json(programs, **about))
+        reports.append(about | {"programs": [program.as_dict() for program in programs]})
         if not options.json:
             heading = f"{model}, {layers} layers, one chip of a {host.name}"
             steps = (

@@ -1,4 +1,4 @@
-"""Reports of compiled programs: a Markdown table for people, JSON for programs."""
+"""Reports of compiled programs, as Markdown tables."""
 
 from __future__ import annotations
 
@@ -39,10 +39,6 @@ def _markdown(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
         f"| {' | '.join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))} |"
         for line in lines
     )
-
-
-def as_json(programs: Sequence[Compiled], **about: Any) -> dict[str, Any]:
-    return {**about, "programs": [program.as_dict() for program in programs]}
 
 
 def _summed(programs: Sequence[Compiled]) -> list[Compiled]:

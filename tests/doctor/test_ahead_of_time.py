@@ -17,7 +17,7 @@ from enginepool.doctor.ahead_of_time.stand_ins import AbstractArray, upstream_wi
 from enginepool.doctor.ahead_of_time.topology import chips_of, libtpu_environment
 from enginepool.sizing.chips import GIB, TOPOLOGIES
 from scripts.tpu_check.engine import Sizes, model_config
-from scripts.tpu_check.report import as_json, overview, table
+from scripts.tpu_check.report import overview, table
 from tests.support.tpu import LIBTPU, check, needs_libtpu
 
 ONE = jnp.ones((8, 128), jnp.float32)
@@ -201,7 +201,8 @@ def test_several_reports_are_one_line_each():
     ]
     bad = [Compiled("decode", "", donated=2, aliased=1)]
     about = {"model": "m", "layers": 2, "topology": "v5e-8"}
-    text = overview([as_json(programs, **about) for programs in (good, bad)])
+    dicts = [[program.as_dict() for program in programs] for programs in (good, bad)]
+    text = overview([about | {"programs": programs} for programs in dicts])
     rows = [[cell.strip() for cell in line.split("|")][1:-1] for line in text.splitlines()]
     measured = ["3.0", "4.00 kB", "1.0", "0", "-", "-", "-", "-"]
     assert rows[2] == ["m", "2", "v5e-8", "3", *measured, "yes", "compiles"]
