@@ -42,7 +42,7 @@ from benchmarks.contestant import Contestant, random_job
 from benchmarks.synthetic import nano_config, write_model
 
 _LAYERS = 36  # as Qwen3-4B: 400 leaves
-_KINDS = {"pool": "pool", "processes": "upstream"}
+_CONTESTANTS = ("pool", "processes")
 _WORKLOADS = ("decode", "arrivals", "streams", "sampled", "masks", "grammars")
 _SAMPLED = {"temperature": 1.0, "top_k": 20, "top_p": 0.95}
 _GRAMMAR = {"regex": "[0-9a-f]{512}", "ignore_eos": False}  # longer than any output
@@ -59,7 +59,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--step-ms", type=float, nargs="+", default=[5.0, 10.0, 20.0])
     add("--batch", type=int, default=64, help="requests of an engine at a time; default: 64")
     add("--workload", nargs="+", choices=_WORKLOADS, default=["decode", "arrivals"])
-    add("--contestants", nargs="+", choices=list(_KINDS), default=list(_KINDS))
+    add("--contestants", nargs="+", choices=_CONTESTANTS, default=_CONTESTANTS)
     add("--tokens", type=int, default=200, help="tokens of an output of decode; default: 200")
     add("--rounds", type=int, default=3)
     return parser.parse_args(argv)
@@ -81,12 +81,12 @@ def _contest(engines: int, model: Path, args: argparse.Namespace) -> list[dict[s
     options = _server_args(args.batch, args.tokens)
     with ExitStack() as stack:
         contestants = [
-            stack.enter_context(closing(Contestant(name, _KINDS[name], model, options, engines)))
+            stack.enter_context(closing(Contestant(name, model, options, engines)))
             for name in args.contestants
         ]
         for workload in args.workload:
             for step_ms in args.step_ms:
-                those = [c for c in contestants if workload != "grammars" or c.kind == "pool"]
+                those = [c for c in contestants if workload != "grammars" or c.name == "pool"]
                 found = _measure(those, engines, workload, step_ms, args)
                 _show(f"{workload}, batches of {args.batch}", found)
                 rows += found
@@ -121,7 +121,7 @@ def _measure(
             done = contestant.run(_job(workload, engines * args.batch, step_ms, args, seed=number))
             if number:
                 runs.setdefault(contestant.name, []).append(done)
-            if contestant.kind == "pool":
+            if contestant.name == "pool":
                 alone = contestant.run({"step_ms": step_ms, "ceiling": args.tokens})
                 alone["busy_share"] *= engines  # only one engine ran
                 if number:

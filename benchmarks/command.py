@@ -48,5 +48,5 @@ def medians(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def limited_by_cores(engines: int, cpu_ms_per_step: float, step_ms: float) -> bool:
-    """Whether the engines need more than 60 % of the cores. Such a figure proves nothing."""
+    """Whether the engines need more than 60 % of the cores for their steps."""
     return engines * cpu_ms_per_step > 0.6 * CORES * step_ms

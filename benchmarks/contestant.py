@@ -23,21 +23,19 @@ class Contestant:
     Processes with upstream's engines share a compilation cache: there are many of them.
     """
 
-    def __init__(
-        self, name: str, kind: str, model: Path, server_args: dict[str, Any], engines: int
-    ) -> None:
+    def __init__(self, name: str, model: Path, server_args: dict[str, Any], engines: int) -> None:
         """
         Args:
-            kind: "pool", or "upstream" in its default.
+            name: "pool", or "processes": upstream in its default.
             engines: How many engines a pool has, or how many processes upstream has.
         """
-        self.name, self.kind = name, kind
+        self.name = name
         env, processes = dict(os.environ), 1
-        if kind != "pool":
+        if name != "pool":
             processes, engines = engines, 1
             env["JAX_COMPILATION_CACHE_DIR"] = str(model.with_name("compiled"))
             env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-        setup = {"kind": kind, "engines": engines, "model": str(model), "server_args": server_args}
+        setup = {"name": name, "engines": engines, "model": str(model), "server_args": server_args}
         self._processes: list[_Process] = []
         for index in range(processes):
             process = _Process(name, model.with_name(f"{name}-{index}.stderr"), env)

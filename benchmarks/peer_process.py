@@ -4,7 +4,7 @@ The first line of standard input is a JSON object that says what to build. The a
 Every other line is a job. Its answer is a JSON object with what the run took. A job of "ceiling"
 steps is the device alone: one decode program, dispatched again and again.
 
-Setup: `kind`, `engines`, `model`, `server_args`.
+Setup: `name` (of the contestant), `engines`, `model`, `server_args`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main() -> None:
     sys.stdout = sys.stderr  # whatever else is printed is no answer
     setup = json.loads(sys.stdin.readline())
     accelerator = simulated.install()
-    engines: _Engines = _Pool(setup) if setup["kind"] == "pool" else _Upstream(setup)
+    engines: _Engines = _Pool(setup) if setup["name"] == "pool" else _Upstream(setup)
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
         answer = _run(json.loads(line), engines, accelerator, setup["engines"])

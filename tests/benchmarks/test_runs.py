@@ -68,7 +68,7 @@ def test_a_contestant_that_ends_says_why(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SystemExit) as raised:
-        Contestant("pool", "pool", tmp_path / "model", {}, engines=1)
+        Contestant("pool", tmp_path / "model", {}, engines=1)
     first, *lines = str(raised.value).splitlines()
     assert first == "pool: a process ended with status 1:"
     assert "this host has no compiler" in lines[-1]
