@@ -198,11 +198,14 @@ class Exchange:
         return _Stream(self, self._with_error_at_end(pieces))
 
     async def _with_error_at_end(self, pieces: AsyncIterator[Any]) -> AsyncIterator[Any]:
-        async for piece in pieces:
-            if self.failure is not None:
-                break
-            if piece != _DONE:
-                yield piece
+        try:
+            async for piece in pieces:
+                if self.failure is not None:
+                    break
+                if piece != _DONE:
+                    yield piece
+        except Exception as error:  # upstream's parsers of calls and reasoning raise anything
+            self.failure = self.failure or error
         if (error := self._early_end()) is not None:
             yield f"data: {json.dumps(error_object(error))}\n\n"
         yield _DONE
