@@ -16,7 +16,7 @@ from enginepool.frontend.routed_experts import EXPERTS, experts_file
 from enginepool.frontend.sampling_mask import LOGPROBS, MASK, mask_rows
 from enginepool.serve.bodies import CheckedRoute, with_ids
 from enginepool.serve.generate_body import GenerateBody
-from enginepool.serve.openai_fields import check_fields, check_template_options
+from enginepool.serve.openai_fields import check_fields, check_template_options, not_in_a_stream
 from enginepool.serve.openai_models import ChatBody
 from enginepool.serve.openai_serving import Chat, token_name
 from enginepool.serve.openapi_schema import GENERATION_ERRORS, errors, events
@@ -79,6 +79,8 @@ def _flat(name: str, body: BaseModel, raw: Request) -> list[int]:
 
 async def _generate(exchange: Exchange, body: TokensIn) -> Response:
     sampling = body.sampling_params
+    if sampling.prompt_logprobs is not None and body.stream:
+        raise not_in_a_stream("prompt_logprobs")
     obj = GenerateBody(
         input_ids=body.token_ids,
         sampling_params=sampling.as_sampling_params(),

@@ -205,6 +205,11 @@ def test_tokenize(plain: Running) -> None:
             {"token_ids": IDS, "sampling_params": {"max_tokens": 5000}},
             "5000",
         ),
+        (
+            "/inference/v1/generate",
+            {"token_ids": IDS, "sampling_params": {"prompt_logprobs": 0}, "stream": True},
+            "prompt_logprobs is not supported in a stream",
+        ),
     ],
 )
 def test_refusals(plain: Running, path: str, body: dict[str, Any], part: str) -> None:
