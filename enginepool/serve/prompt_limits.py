@@ -2,7 +2,7 @@
 
 Upstream's request models are filled on the event loop, and the tokenizer takes one text after the
 other. So one large body would hold up all other clients, and Python cannot stop work that has
-begun. The limits of prompts refuse nothing from which an engine could generate.
+begun. The limits of prompts refuse nothing that an engine could take.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class PromptLimits:
     """The limits of one server.
 
     Args:
-        tokens: The longest prompt.
+        tokens: The longest prompt, also one that is only scored.
         origin: The origin of this limit, in words.
         prompts: The most prompts in one request.
     """
