@@ -24,7 +24,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/generate", responses={**GENERATION_ERRORS, 200: events()})
     async def generate(body: GenerateBody, raw: Request) -> Response:
-        """Upstream's request and reply."""
+        """sglang's: generates from texts or token ids."""
         with_ids(body, raw)
         exchange = service.exchange(raw)
         return await exchange.run(lambda: _reply(exchange, body))

@@ -103,7 +103,9 @@ async def _generate(exchange: Exchange, body: TokensIn) -> Response:
     choices = [_choice(index, result, 0) for index, result in enumerate(results)]
     for choice, result in zip(choices, results, strict=True):
         choice.routed_experts = await _experts(exchange, sampling, choice.index, result)
-    reply = TokensOut(request_id=_id(results[0]), choices=choices, usage=_usage(results))
+    reply = TokensOut(
+        request_id=results[0]["meta_info"]["id"], choices=choices, usage=_usage(results)
+    )
     if (width := sampling.prompt_logprobs) is not None:
         assert exchange.call is not None
         request, text = exchange.call.requests[0], exchange.tokenizer.token_text
@@ -122,7 +124,7 @@ async def _chunks(
         choice = _choice(index, output, sent.get(index, 0))
         choice.routed_experts = await _experts(exchange, sampling, index, output)
         sent[index] = len(output["output_ids"])
-        chunk = TokensOut(request_id=_id(output), choices=[choice])
+        chunk = TokensOut(request_id=output["meta_info"]["id"], choices=[choice])
         yield f"data: {json.dumps(chunk.model_dump())}\n\n"
 
 
@@ -174,10 +176,6 @@ def _usage(results: list[dict[str, Any]]) -> TokenUsage:
         total_tokens=prompt + completion,
         prompt_tokens_details={"cached_tokens": cached},
     )
-
-
-def _id(result: dict[str, Any]) -> str:
-    return result["meta_info"]["id"]
 
 
 def _tokenized(service: Service, exchange: Exchange, body: Tokenize) -> bytes:
