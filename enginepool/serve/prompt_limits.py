@@ -17,7 +17,7 @@ from enginepool.serve.chat_messages import as_turns
 from enginepool.values import shown
 
 # Fields whose lists of token ids are as long as prompts are.
-_IDS = ("prompt", "input_ids", "token_ids", "tokens")
+_IDS = ("prompt", "input_ids", "token_ids", "tokens", "query", "items")
 # These are repeated, in every chunk of a stream or at every step.
 _NAMES, _LONGEST_NAME = ("model", "extra_key"), 1024
 _CONVERSATION = ("messages", "tools", "chat_template_kwargs", "input", "instructions")

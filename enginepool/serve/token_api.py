@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import orjson
 from anyio.to_thread import run_sync
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel
 
 from enginepool.errors import InvalidRequest
 from enginepool.frontend.routed_experts import EXPERTS, experts_file
@@ -47,7 +46,7 @@ def router(service: Service) -> APIRouter:
     @routes.post("/inference/v1/generate", responses={**GENERATION_ERRORS, 200: events(TokensOut)})
     async def generate(body: TokensIn, raw: Request) -> Response:
         """Token ids in and out."""
-        body.token_ids = _flat("token_ids", body, raw)
+        with_ids(body, raw)
         exchange = service.exchange(raw)
         return await exchange.run(lambda: _generate(exchange, body))
 
@@ -62,19 +61,10 @@ def router(service: Service) -> APIRouter:
     @routes.post("/detokenize", responses=errors(400, 401, 408, 413))
     async def detokenize(body: Detokenize, raw: Request) -> Detokenized:
         """The text of token ids."""
-        body.tokens = _flat("tokens", body, raw)
+        with_ids(body, raw)
         return Detokenized(prompt=await run_sync(_text, service, body))
 
     return routes
-
-
-def _flat(name: str, body: BaseModel, raw: Request) -> list[int]:
-    """The ids of one prompt."""
-    with_ids(body, raw)
-    ids = getattr(body, name)
-    if ids and isinstance(ids[0], list):
-        raise InvalidRequest(f"{name}={described(ids)}: expected the token ids of one prompt")
-    return ids
 
 
 async def _generate(exchange: Exchange, body: TokensIn) -> Response:

@@ -287,6 +287,15 @@ def test_score_of_many_labels(plain: Running, sums: EnginePool) -> None:
         assert np.abs(row - np.exp(expected[labels])).max() < 1e-4
 
 
+def test_score_of_many_ids(plain: Running) -> None:
+    """More of them than a body has other values, and each where it was sent."""
+    items = [[49 + place % 2] * 300 for place in range(80)]
+    body = {"query": IDS, "items": items, "label_token_ids": [49], "item_first": True}
+    scores = post(plain, "/v1/score", body)["scores"]
+    expected = [np.exp(reference(MODEL, [item + IDS], [[0]])[0][0][49]) for item in items[:2]]
+    assert np.array(scores)[:, 0] == pytest.approx(expected * 40, abs=1e-4)
+
+
 def test_a_reply_has_a_limited_number_of_values(plain: Running) -> None:
     """A reply may have only so many log-probabilities of prompts: each costs time, and every
     sample repeats them."""
