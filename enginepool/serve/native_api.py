@@ -62,7 +62,7 @@ def router(service: Service) -> APIRouter:
 async def _reply(exchange: Exchange, body: GenerateBody) -> Response:
     await exchange.begin(body)
     if body.stream:
-        return exchange.stream(_events(exchange.chunks(body)))
+        return exchange.stream(_events(exchange.generate_request(body)))
     result = await anext(exchange.generate_request(body))
     return Response(_json(result), media_type="application/json")
 

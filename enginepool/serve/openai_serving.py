@@ -244,7 +244,7 @@ class Chat(_Serving, OpenAIServingChat):
             and self._get_reasoning_from_request(request)
         )
         stream = ChatStream(request, args, reasons=reasons)
-        outputs = exchange.chunks(adapted_request)
+        outputs = exchange.generate_request(adapted_request)
         async for chunk in stream.of(outputs, self._process_streaming_logprobs):
             yield chunk
         yield "data: [DONE]\n\n"

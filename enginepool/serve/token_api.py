@@ -109,7 +109,7 @@ async def _chunks(
     exchange: Exchange, obj: GenerateBody, sampling: TokenSampling
 ) -> AsyncIterator[str]:
     sent: dict[int, int] = {}
-    async for output in exchange.chunks(obj):
+    async for output in exchange.generate_request(obj):
         index = output["index"]
         choice = _choice(index, output, sent.get(index, 0))
         choice.routed_experts = await _experts(exchange, sampling, index, output)
