@@ -27,8 +27,10 @@ from enginepool.console.complaints import complain
 from enginepool.console.output import check_output, engine_line
 from enginepool.errors import InvalidRequest
 from enginepool.frontend.progress_bar import progress_bar
+from enginepool.frontend.prompts import read_prompts
 
 if TYPE_CHECKING:
+    from enginepool.frontend.tokenizer import Tokenizer
     from enginepool.pool.pool import EnginePool
 
 
@@ -145,7 +147,7 @@ def _generate(
         results: Any = pool.async_as_completed([line.value for line in lines], params, **options)
     else:
         # One call for all kinds, so seeds and `prompt_index` count the lines of the input.
-        ids = [_token_ids(pool, index, line) for index, line in enumerate(lines)]
+        ids = _token_ids(pool.runtime.input_processor.tokenizer, lines)
         results = pool.async_as_completed(sampling_params=params, input_ids=ids, **options)
     written = ResultLines(sys.stdout.buffer, output, [_samples(one or {}) for one in params])
     try:
@@ -192,15 +194,13 @@ def _bar(written: ResultLines) -> Any:
     return progress_bar(written.total, lambda: (written.ended, written.tokens), wanted)
 
 
-def _token_ids(pool: EnginePool, index: int, line: PromptLine) -> Any:
-    tokenizer = pool.engines[0].tokenizer_manager.tokenizer
-    if line.kind == "input_ids":
-        return line.value
-    if line.kind == "prompt":
-        if not isinstance(line.value, str):
-            raise InvalidRequest(f"expected a string, got {line.value!r}", prompt_index=index)
-        return tokenizer(line.value)["input_ids"]
-    try:
-        return tokenizer.apply_chat_template(line.value, tokenize=True, add_generation_prompt=True)
-    except Exception as error:  # templates raise anything
-        raise InvalidRequest(f"messages: {error}", prompt_index=index) from error
+def _token_ids(tokenizer: Tokenizer, lines: Sequence[PromptLine]) -> list[Any]:
+    """The ids of each line, from its text, its conversation, or as they are."""
+    texts = [line.value if line.kind == "prompt" else "" for line in lines]
+    _, ids, _ = read_prompts(tokenizer, texts, None)
+    for index, line in enumerate(lines):
+        if line.kind == "messages":
+            ids[index] = tokenizer.apply_chat_template(index, line.value)
+        elif line.kind == "input_ids":
+            ids[index] = line.value
+    return ids

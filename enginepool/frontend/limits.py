@@ -33,6 +33,11 @@ class Limits:
     score_refusal: str | None
     routing: Routing | None
 
+    @property
+    def longest(self) -> int:
+        """The most tokens that an engine can hold: to be scored, or of a prompt and its output."""
+        return max(self.total, self.scored)
+
 
 def check_ids(ids: Sequence[int], what: str, index: int, limits: Limits) -> None:
     """

@@ -22,7 +22,7 @@ from enginepool.serve import (
     responses_api,
     token_api,
 )
-from enginepool.serve.auth import Guard, has_admin_form
+from enginepool.serve.auth import Guard
 from enginepool.serve.bodies import readers
 from enginepool.serve.error_replies import as_refused, error_reply
 from enginepool.serve.openapi_schema import as_served
@@ -57,10 +57,14 @@ def make_app(service: Service) -> FastAPI:
         if service.options.enable_admin:
             app.include_router(routes)
 
+    def refuse(path: str, error: Exception) -> Response:
+        refused = as_refused(error)
+        service.refused(path, refused)
+        # vLLM's routes for administrators (`/v1/…`) have OpenAI's errors.
+        return error_reply(refused, admin=path in admin_paths and not path.startswith("/v1/"))
+
     async def failed(request: Request, error: Exception) -> Response:
-        path = request.scope["path"]
-        service.refused(path, as_refused(error))
-        return error_reply(error, admin=has_admin_form(path, admin_paths))
+        return refuse(request.scope["path"], error)
 
     for kind in (EnginePoolError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, failed)
@@ -68,13 +72,13 @@ def make_app(service: Service) -> FastAPI:
         BodyLimit,
         limit=service.options.max_body_bytes,
         seconds=service.options.body_timeout,
-        on_refusal=service.refused,
+        refuse=refuse,
     )
     app.add_middleware(
         Guard,
         options=service.options,
         admin_paths=frozenset(admin_paths),
-        on_refusal=service.refused,
+        refuse=refuse,
     )
     _document(app)
     return app

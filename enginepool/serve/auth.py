@@ -5,12 +5,12 @@ administer."""
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from enginepool.serve.error_replies import Refused, error_reply
+from enginepool.serve.error_replies import Refused
 from enginepool.serve.options import ServeOptions, is_loopback
 from enginepool.serve.pages import PAGES
 
@@ -37,10 +37,10 @@ class Guard:
         app: ASGIApp,
         options: ServeOptions,
         admin_paths: frozenset[str],
-        on_refusal: Callable[[str, Refused], None],
+        refuse: Callable[[str, Refused], ASGIApp],
     ) -> None:
         self.app = app
-        self._on_refusal = on_refusal
+        self._refuse = refuse
         self._options = options
         self._admin_paths = admin_paths
 
@@ -55,9 +55,7 @@ class Guard:
         if refused is None:
             await self.app(scope, receive, send)
         else:
-            self._on_refusal(scope["path"], refused)
-            form = has_admin_form(scope["path"], self._admin_paths)
-            await error_reply(refused, admin=form)(scope, receive, send)
+            await self._refuse(scope["path"], refused)(scope, receive, send)
 
     def _refusal(self, headers: Headers, admin: str | None) -> Refused | None:
         """
@@ -84,12 +82,6 @@ class Guard:
         if not secrets.compare_digest(given.encode("latin-1"), secret.encode()):
             return Refused(401, f"wrong {name}", code="invalid_api_key")
         return None
-
-
-def has_admin_form(path: str, admin_paths: Collection[str]) -> bool:
-    """Whether a route's errors have the administrators' form. Those of vLLM's routes (`/v1/…`) have
-    OpenAI's form."""
-    return path in admin_paths and not path.startswith("/v1/")
 
 
 def _untrusted_because(headers: Headers, options: ServeOptions, address: str) -> str | None:

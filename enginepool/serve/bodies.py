@@ -98,7 +98,7 @@ def _check_content_type(headers: Headers) -> None:
 
 
 def _parse(content: bytes, limits: PromptLimits) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The object without its lists of token ids, and these lists."""
+    """The object with a short list in the place of each list of token ids, and these lists."""
     try:
         body = orjson.loads(content)
     except orjson.JSONDecodeError as error:
@@ -108,4 +108,5 @@ def _parse(content: bytes, limits: PromptLimits) -> tuple[dict[str, Any], dict[s
     # Null counts as left out, as in OpenAI's servers.
     body = {name: value for name, value in body.items() if value is not None}
     ids = limits.check_body(body)
-    return {**body, **{name: [0] for name in ids}}, ids
+    short = {name: [[0]] if isinstance(value[0], list) else [0] for name, value in ids.items()}
+    return {**body, **short}, ids

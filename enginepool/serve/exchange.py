@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -185,24 +184,20 @@ class Exchange:
             self.failure = error
             raise ValueError(str(error)) from error  # all of upstream's classes catch only this
 
-    async def chunks(self, obj: GenerateReqInput) -> AsyncIterator[Any]:
-        """The outputs, for a route that makes its own chunks. An error ends them, and `stream`
-        reports it."""
-        with contextlib.suppress(ValueError):
-            async for chunk in self.generate_request(obj):
-                yield chunk
-
     def stream(self, pieces: AsyncIterator[Any]) -> StreamingResponse:
-        """Server-sent events. An error, or an output that was cut short, is an error object at the
-        end, which OpenAI's clients raise."""
+        """Server-sent events. An error in `pieces`, or an output that was cut short, is an error
+        object at the end, which OpenAI's clients raise."""
         return _Stream(self, self._with_error_at_end(pieces))
 
     async def _with_error_at_end(self, pieces: AsyncIterator[Any]) -> AsyncIterator[Any]:
-        async for piece in pieces:
-            if self.failure is not None:
-                break
-            if piece != _DONE:
-                yield piece
+        try:
+            async for piece in pieces:
+                if self.failure is not None:
+                    break
+                if piece != _DONE:
+                    yield piece
+        except Exception as error:  # upstream's parsers of calls and reasoning raise anything
+            self.failure = self.failure or error  # `generate_request` has the original
         if (error := self._early_end()) is not None:
             yield f"data: {json.dumps(error_object(error))}\n\n"
         yield _DONE

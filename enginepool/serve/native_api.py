@@ -24,7 +24,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/generate", responses={**GENERATION_ERRORS, 200: events()})
     async def generate(body: GenerateBody, raw: Request) -> Response:
-        """Upstream's request and reply."""
+        """sglang's: generates from texts or token ids."""
         with_ids(body, raw)
         exchange = service.exchange(raw)
         return await exchange.run(lambda: _reply(exchange, body))
@@ -62,7 +62,7 @@ def router(service: Service) -> APIRouter:
 async def _reply(exchange: Exchange, body: GenerateBody) -> Response:
     await exchange.begin(body)
     if body.stream:
-        return exchange.stream(_events(exchange.chunks(body)))
+        return exchange.stream(_events(exchange.generate_request(body)))
     result = await anext(exchange.generate_request(body))
     return Response(_json(result), media_type="application/json")
 

@@ -59,6 +59,7 @@ def router(service: Service) -> APIRouter:
     @routes.post("/v1/score", response_model=ScoringResponse, responses=GENERATION_ERRORS)
     async def score(body: ScoreBody, raw: Request) -> Response:
         """sglang's: the probability of each label as the next token, after query and item."""
+        with_ids(body, raw)
         exchange = service.score_exchange(raw)
         serving = Score(exchange)  # pyright: ignore[reportArgumentType]
         return await exchange.run(lambda: serving.reply(body, raw))

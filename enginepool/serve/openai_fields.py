@@ -33,9 +33,7 @@ def check_fields(body: ChatBody | CompletionBody, server_args: ServerArgs) -> No
         )  # fmt: skip
     for name in ("prompt_logprobs", "return_sampling_mask", "return_routed_experts"):
         if getattr(body, name) not in (None, False) and body.stream:
-            raise Refused(
-                400, f"{name} is not supported in a stream; leave stream=true out", param=name
-            )
+            raise not_in_a_stream(name)
     if body.prompt_logprobs is not None and getattr(body, "echo", False) and body.logprobs:
         raise Refused(
             400, "prompt_logprobs, and echo with logprobs, both return the prompt's "
@@ -68,6 +66,10 @@ def check_fields(body: ChatBody | CompletionBody, server_args: ServerArgs) -> No
     if isinstance(body, ChatBody):
         _check_chat(body, server_args)
         _check_reasoning(body, server_args.reasoning_parser)
+
+
+def not_in_a_stream(name: str) -> Refused:
+    return Refused(400, f"{name} is not supported in a stream; leave stream=true out", param=name)
 
 
 def _check_lengths(given: dict[str, Any], *, scored: bool) -> None:

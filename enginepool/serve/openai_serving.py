@@ -235,6 +235,7 @@ class Chat(_Serving, OpenAIServingChat):
     async def _generate_chat_stream(
         self, adapted_request: Any, request: Any, raw_request: Any
     ) -> AsyncGenerator[str, None]:
+        del raw_request
         exchange: Any = self.tokenizer_manager
         args = exchange.server_args
         reasons = (
@@ -243,12 +244,9 @@ class Chat(_Serving, OpenAIServingChat):
             and self._get_reasoning_from_request(request)
         )
         stream = ChatStream(request, args, reasons=reasons)
-        outputs = exchange.generate_request(adapted_request, raw_request)
-        try:
-            async for chunk in stream.of(outputs, self._process_streaming_logprobs):
-                yield chunk
-        except ValueError:
-            yield ""  # the exchange has the error, and sends it
+        outputs = exchange.generate_request(adapted_request)
+        async for chunk in stream.of(outputs, self._process_streaming_logprobs):
+            yield chunk
         yield "data: [DONE]\n\n"
 
 

@@ -2,7 +2,7 @@
 
 Upstream's request models are filled on the event loop, and the tokenizer takes one text after the
 other. So one large body would hold up all other clients, and Python cannot stop work that has
-begun. The limits of prompts refuse nothing from which an engine could generate.
+begun. The limits of prompts refuse nothing that an engine could take.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from enginepool.serve.chat_messages import as_turns
 from enginepool.values import shown
 
 # Fields whose lists of token ids are as long as prompts are.
-_IDS = ("prompt", "input_ids", "token_ids", "tokens")
+_IDS = ("prompt", "input_ids", "token_ids", "tokens", "query", "items")
 # These are repeated, in every chunk of a stream or at every step.
 _NAMES, _LONGEST_NAME = ("model", "extra_key"), 1024
 _CONVERSATION = ("messages", "tools", "chat_template_kwargs", "input", "instructions")
@@ -34,7 +34,7 @@ class PromptLimits:
     """The limits of one server.
 
     Args:
-        tokens: The longest prompt.
+        tokens: The longest prompt, also one that is only scored.
         origin: The origin of this limit, in words.
         prompts: The most prompts in one request.
     """

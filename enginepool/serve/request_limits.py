@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from enginepool.dispatch.request import Call
 from enginepool.errors import InvalidRequest
-from enginepool.serve.error_replies import Refused, error_reply
+from enginepool.serve.error_replies import Refused
 from enginepool.serve.options import ServeOptions
 from enginepool.values import shown
 
@@ -32,10 +32,10 @@ class BodyLimit:
     that takes longer than `seconds`."""
 
     def __init__(
-        self, app: ASGIApp, limit: int, seconds: float, on_refusal: Callable[[str, Refused], None]
+        self, app: ASGIApp, limit: int, seconds: float, refuse: Callable[[str, Refused], ASGIApp]
     ) -> None:
         self.app = app
-        self._on_refusal = on_refusal
+        self._refuse = refuse
         self._limit, self._seconds = limit, seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -45,8 +45,7 @@ class BodyLimit:
         announced = Headers(scope=scope).get("content-length", "")
         if announced.isdecimal() and int(announced) > self._limit:
             refused = Refused(413, self._message(f"{announced} bytes"))
-            self._on_refusal(scope["path"], refused)
-            await error_reply(refused)(scope, receive, send)
+            await self._refuse(scope["path"], refused)(scope, receive, send)
             return
         await self.app(scope, self._counted(receive), send)
 

@@ -55,7 +55,7 @@ class Service:
         processor = self.runtime.input_processor
         tokenizer, limits = processor.tokenizer, processor.limits
         self.prompt_limits = PromptLimits(
-            tokenizer, limits.prompt, limits.origin, options.max_prompts
+            tokenizer, limits.longest, limits.origin, options.max_prompts
         )
         self._rendering = Rendering(tokenizer, self.prompt_limits)
         self.metrics = Metrics(self.runtime)

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 import orjson
 from anyio.to_thread import run_sync
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel
 
 from enginepool.errors import InvalidRequest
 from enginepool.frontend.routed_experts import EXPERTS, experts_file
 from enginepool.frontend.sampling_mask import LOGPROBS, MASK, mask_rows
 from enginepool.serve.bodies import CheckedRoute, with_ids
 from enginepool.serve.generate_body import GenerateBody
-from enginepool.serve.openai_fields import check_fields, check_template_options
+from enginepool.serve.openai_fields import check_fields, check_template_options, not_in_a_stream
 from enginepool.serve.openai_models import ChatBody
 from enginepool.serve.openai_serving import Chat, token_name
 from enginepool.serve.openapi_schema import GENERATION_ERRORS, errors, events
@@ -47,7 +46,7 @@ def router(service: Service) -> APIRouter:
     @routes.post("/inference/v1/generate", responses={**GENERATION_ERRORS, 200: events(TokensOut)})
     async def generate(body: TokensIn, raw: Request) -> Response:
         """Token ids in and out."""
-        body.token_ids = _flat("token_ids", body, raw)
+        with_ids(body, raw)
         exchange = service.exchange(raw)
         return await exchange.run(lambda: _generate(exchange, body))
 
@@ -62,23 +61,16 @@ def router(service: Service) -> APIRouter:
     @routes.post("/detokenize", responses=errors(400, 401, 408, 413))
     async def detokenize(body: Detokenize, raw: Request) -> Detokenized:
         """The text of token ids."""
-        body.tokens = _flat("tokens", body, raw)
+        with_ids(body, raw)
         return Detokenized(prompt=await run_sync(_text, service, body))
 
     return routes
 
 
-def _flat(name: str, body: BaseModel, raw: Request) -> list[int]:
-    """The ids of one prompt."""
-    with_ids(body, raw)
-    ids = getattr(body, name)
-    if ids and isinstance(ids[0], list):
-        raise InvalidRequest(f"{name}={described(ids)}: expected the token ids of one prompt")
-    return ids
-
-
 async def _generate(exchange: Exchange, body: TokensIn) -> Response:
     sampling = body.sampling_params
+    if sampling.prompt_logprobs is not None and body.stream:
+        raise not_in_a_stream("prompt_logprobs")
     obj = GenerateBody(
         input_ids=body.token_ids,
         sampling_params=sampling.as_sampling_params(),
@@ -101,7 +93,9 @@ async def _generate(exchange: Exchange, body: TokensIn) -> Response:
     choices = [_choice(index, result, 0) for index, result in enumerate(results)]
     for choice, result in zip(choices, results, strict=True):
         choice.routed_experts = await _experts(exchange, sampling, choice.index, result)
-    reply = TokensOut(request_id=_id(results[0]), choices=choices, usage=_usage(results))
+    reply = TokensOut(
+        request_id=results[0]["meta_info"]["id"], choices=choices, usage=_usage(results)
+    )
     if (width := sampling.prompt_logprobs) is not None:
         assert exchange.call is not None
         request, text = exchange.call.requests[0], exchange.tokenizer.token_text
@@ -115,12 +109,12 @@ async def _chunks(
     exchange: Exchange, obj: GenerateBody, sampling: TokenSampling
 ) -> AsyncIterator[str]:
     sent: dict[int, int] = {}
-    async for output in exchange.chunks(obj):
+    async for output in exchange.generate_request(obj):
         index = output["index"]
         choice = _choice(index, output, sent.get(index, 0))
         choice.routed_experts = await _experts(exchange, sampling, index, output)
         sent[index] = len(output["output_ids"])
-        chunk = TokensOut(request_id=_id(output), choices=[choice])
+        chunk = TokensOut(request_id=output["meta_info"]["id"], choices=[choice])
         yield f"data: {json.dumps(chunk.model_dump())}\n\n"
 
 
@@ -172,10 +166,6 @@ def _usage(results: list[dict[str, Any]]) -> TokenUsage:
         total_tokens=prompt + completion,
         prompt_tokens_details={"cached_tokens": cached},
     )
-
-
-def _id(result: dict[str, Any]) -> str:
-    return result["meta_info"]["id"]
 
 
 def _tokenized(service: Service, exchange: Exchange, body: Tokenize) -> bytes:

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from enginepool.cli.result_lines import ResultLines
 from enginepool.errors import InvalidConfig, InvalidRequest
 from enginepool.frontend.progress_bar import progress_bar
 from tests.support.pools import SMALL
+from tests.support.templates import TEMPLATES
 
 # One program of each kind: the smallest engine that answers the toy's sums.
 TINY = [
@@ -325,6 +327,49 @@ def test_prompt_that_fails_keeps_its_place_and_fails_the_command():
     (line,) = result.stdout.splitlines()
     assert json.loads(line)["meta_info"]["finish_reason"]["err_type"] == "timeout"
     assert "enginepool: prompt 0: " in result.stderr
+
+
+@pytest.mark.parametrize("template", ["drops lists", "parts"])
+def test_messages_as_the_template_takes_them(tmp_path, template):
+    """As in Python and over HTTP: content is a string or text parts."""
+    content = ["12+7=", [{"type": "text", "text": "12+7="}]]
+    rows = [{"messages": [{"role": "user", "content": each}]} for each in content]
+    result = generate_rows(tmp_path, template, rows)
+    assert result.exit_code == 0, result.stderr
+    assert [json.loads(line)["text"] for line in result.stdout.splitlines()] == ["19", "19"]
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ({"messages": []}, "the conversation is empty"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": 1}]}]},
+            "messages[0]: a pool takes text only",
+        ),
+        ({"prompt": "\ud800"}, "the tokenizer does not take"),
+    ],
+)
+def test_lines_that_are_no_prompts(tmp_path, row, why):
+    """The error names the line's prompt."""
+    result = generate_rows(tmp_path, "trims", [{"input_ids": [49]}, row])
+    assert result.exit_code == 2
+    assert f"prompt 1: {why}" in " ".join(result.stderr.split())
+
+
+def generate_rows(directory, template, rows):
+    """`generate` in this process, with the toy and another chat template."""
+    from enginepool import toy
+
+    model = directory / "toy"
+    shutil.copytree(toy.checkpoint(), model)
+    (model / "chat_template.jinja").write_text(TEMPLATES[template])
+    known = [arg for pair in SMALL.items() for arg in ("--server-arg", "{}={}".format(*pair))]
+    return invoke(
+        *("generate", "--input", "jsonl", "--output", "jsonl", "--model", str(model)),
+        *("--devices", "1", "--temperature", "0", *known),
+        stdin="\n".join(map(json.dumps, rows)),
+    )
 
 
 @pytest.mark.slow

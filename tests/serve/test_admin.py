@@ -8,6 +8,7 @@ import pytest
 
 from enginepool import EnginePool
 from enginepool.errors import InvalidConfig
+from enginepool.serve.openapi_schema import AdminError, Error
 from enginepool.serve.options import ServeOptions
 from tests.support.servers import Running, serving
 
@@ -136,6 +137,31 @@ def test_key_guards_administration_too(sums: EnginePool) -> None:
         assert running.http().get("/admin/memory").status_code == 401
         with running.http(headers={"Authorization": "Bearer key"}) as client:
             assert client.get("/admin/memory").status_code == 200
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_large_bodies(sums: EnginePool, announced: bool) -> None:
+    """413 in the form that the document gives for the route, whether the length was announced or
+    not."""
+    content = json.dumps({"mode": "1" * 2000}).encode()
+    with serving(sums, enable_admin=True, max_body_bytes=1000) as running, running.http() as client:
+        schema = client.get("/openapi.json").json()["paths"]
+        for path, model in (
+            ("/admin/pause", AdminError),
+            ("/sleep", AdminError),
+            ("/load_lora_adapter", AdminError),
+            ("/v1/load_lora_adapter", Error),
+            ("/generate", Error),
+        ):
+            reply = client.post(
+                path,
+                content=content if announced else iter([content[:900], content[900:]]),
+                headers={"Content-Type": "application/json"},
+            )
+            assert reply.status_code == 413
+            told = schema[path]["post"]["responses"]["413"]["content"]["application/json"]["schema"]
+            assert told["$ref"].endswith(f"/{model.__name__}")
+            assert "at most 1000" in str(model.model_validate(reply.json()))
 
 
 @pytest.mark.parametrize(

@@ -247,6 +247,33 @@ def test_a_token_is_named_once(server: Running, monkeypatch: pytest.MonkeyPatch)
     assert named == made["ids"]
 
 
+@pytest.mark.parametrize("error", [ValueError("broken"), RuntimeError("broken")])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_parser_that_fails(
+    server: Running, monkeypatch: pytest.MonkeyPatch, error: Exception, stream: bool
+) -> None:
+    """The last chunk is an error object. A reply is one, too."""
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr("enginepool.serve.chat_stream.Calls.of", fail)
+    monkeypatch.setattr("enginepool.serve.openai_serving.cut_calls", fail)
+    body = {
+        "model": "toy", "messages": TURNS, "max_tokens": 1, "tools": TOOLS, "stream": stream,
+        "return_token_ids": True,
+    }  # fmt: skip
+    with server.http() as client:
+        reply = client.post(CHAT, json=body)
+    told = reply.text
+    if stream:
+        *_, told, done = [line.removeprefix("data: ") for line in told.splitlines() if line]
+        assert done == "[DONE]"
+    assert reply.status_code == (200 if stream else 500)
+    assert json.loads(told)["error"]["type"] == "server_error"
+    assert "broken" not in told
+
+
 # Outputs of models: names and arguments of calls, after some text.
 LOOK = ("look", {"place": "Rome", "days": 3})
 STOP = ("stop", {})

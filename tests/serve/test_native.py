@@ -260,10 +260,11 @@ def test_last_minutes(quick_history: None, administered: Running, sums: EnginePo
         assert 0 <= sample["prefix_hit_share"] < 1
 
 
-def test_failure_in_a_stream() -> None:
+@pytest.mark.parametrize("more", [{}, {"return_token_ids": True}])
+def test_failure_in_a_stream(more: dict[str, Any]) -> None:
     """The pool fails during a stream: an error object, [DONE], and 503 from then on."""
     long = {"max_new_tokens": 250, "ignore_eos": True}
-    chat = {"model": "toy", "stream": True, "max_tokens": 250, "ignore_eos": True}
+    chat = {"model": "toy", "stream": True, "max_tokens": 250, "ignore_eos": True, **more}
     bodies: dict[str, dict[str, Any]] = {
         "/generate": {"text": SUM, "stream": True, "sampling_params": long},
         "/v1/completions": {**chat, "prompt": SUM},

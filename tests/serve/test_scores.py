@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from enginepool import EnginePool, toy
+from enginepool import EnginePool, InvalidRequest, toy
 from enginepool.serve.wire_extras import EchoedPrompts
 from tests.support.forced import LOGPROB_TOLERANCE
 from tests.support.scores import assert_named, assert_prompt_logprobs, chosen, reference
@@ -92,6 +92,60 @@ def test_nothing_is_generated(plain: Running) -> None:
             assert (result["text"], result["output_ids"]) == ("", [])
             assert result["meta_info"]["finish_reason"]["type"] == "length"
         assert_prompt_logprobs(MODEL, ids, results[-1]["meta_info"])
+
+
+LONGEST = 512  # the context of the test pools
+NOTHING: dict[str, Any] = {"max_new_tokens": 0}
+SCORED = {"return_logprob": True, "logprob_start_len": 0, "sampling_params": NOTHING}
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "body"),
+    [
+        ("/generate", "input_ids", SCORED),
+        ("/v1/completions", "prompt", {"echo": True, "logprobs": 0, "max_tokens": 0}),
+        ("/v1/completions", "prompt", {"prompt_logprobs": 0, "max_tokens": 0}),
+        (
+            "/inference/v1/generate",
+            "token_ids",
+            {"sampling_params": {"prompt_logprobs": 0, "max_tokens": 0}},
+        ),
+    ],
+)
+def test_the_longest_prompt_that_is_scored(
+    plain: Running, sums: EnginePool, path: str, field: str, body: dict[str, Any]
+) -> None:
+    """The whole context, as in Python. One token more is refused by both, and so is a prompt of
+    this length from which something is generated."""
+    ids = (IDS * LONGEST)[: LONGEST + 1]
+    result: Any = sums.generate(None, NOTHING, input_ids=ids[:LONGEST], return_prompt_logprob=True)
+    assert len(result["meta_info"]["input_token_logprobs"]) == LONGEST
+    post(plain, path, {**body, field: ids[:LONGEST]})
+    with pytest.raises(InvalidRequest, match=f"at most {LONGEST}"):
+        sums.generate(None, NOTHING, input_ids=ids, return_prompt_logprob=True)
+    with plain.http() as client:
+        reply = client.post(path, json={**body, field: ids})
+        assert reply.status_code == 400, reply.text
+        assert f"at most {LONGEST}" in reply.json()["error"]["message"]
+        more = {"sampling_params": {}} if "sampling_params" in body else {"max_tokens": 1}
+        reply = client.post(path, json={**body, **more, field: ids[:LONGEST]})
+        assert reply.status_code == 400, reply.text
+        assert "at most 505" in reply.json()["error"]["message"]
+
+
+def test_the_longest_text_that_is_scored(plain: Running) -> None:
+    """Also in tokens of many characters, and before a label."""
+    piece = "<|reserved_10|>"  # no token of the toy has more characters
+    text = piece * LONGEST
+    meta = post(plain, "/generate", {**SCORED, "text": text})["meta_info"]
+    assert len(meta["input_token_logprobs"]) == LONGEST
+    body: dict[str, Any] = {"query": piece * (LONGEST - 2), "items": ["1"], "label_token_ids": [49]}
+    assert len(post(plain, "/v1/score", body)["scores"]) == 1
+    body["query"] *= 2
+    with plain.http() as client:
+        reply = client.post("/v1/score", json=body)
+    assert reply.status_code == 400
+    assert f"at most {LONGEST}" in reply.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -231,6 +285,15 @@ def test_score_of_many_labels(plain: Running, sums: EnginePool) -> None:
     for row, item in zip(scores, (b"7=", b"8="), strict=True):
         (expected,) = reference(MODEL, [list(b"12+" + item)], [[0]])[0]
         assert np.abs(row - np.exp(expected[labels])).max() < 1e-4
+
+
+def test_score_of_many_ids(plain: Running) -> None:
+    """More of them than a body has other values, and each where it was sent."""
+    items = [[49 + place % 2] * 300 for place in range(80)]
+    body = {"query": IDS, "items": items, "label_token_ids": [49], "item_first": True}
+    scores = post(plain, "/v1/score", body)["scores"]
+    expected = [np.exp(reference(MODEL, [item + IDS], [[0]])[0][0][49]) for item in items[:2]]
+    assert np.array(scores)[:, 0] == pytest.approx(expected * 40, abs=1e-4)
 
 
 def test_a_reply_has_a_limited_number_of_values(plain: Running) -> None:

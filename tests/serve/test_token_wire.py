@@ -176,6 +176,8 @@ def test_tokenize(plain: Running) -> None:
     assert post(plain, "/detokenize", {"model": "toy", "tokens": [*IDS, 258]}) == {
         "prompt": "12+7=<|im_end|>"
     }
+    whole = [49] * said["max_model_len"]  # a prompt and its output
+    assert post(plain, "/detokenize", {"tokens": whole}) == {"prompt": "1" * len(whole)}
     turns = post(plain, "/tokenize", {"messages": TURNS})["tokens"]
     made = post(plain, "/generate", {"input_ids": turns, "sampling_params": {"temperature": 0}})
     assert made["text"] == "19"
@@ -204,6 +206,11 @@ def test_tokenize(plain: Running) -> None:
             "/inference/v1/generate",
             {"token_ids": IDS, "sampling_params": {"max_tokens": 5000}},
             "5000",
+        ),
+        (
+            "/inference/v1/generate",
+            {"token_ids": IDS, "sampling_params": {"prompt_logprobs": 0}, "stream": True},
+            "prompt_logprobs is not supported in a stream",
         ),
     ],
 )

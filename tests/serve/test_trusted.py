@@ -8,6 +8,7 @@ from starlette.responses import PlainTextResponse
 
 from enginepool.errors import InvalidConfig
 from enginepool.serve.auth import Guard
+from enginepool.serve.error_replies import error_reply
 from enginepool.serve.options import ServeOptions
 
 NETWORK = ("10.1.0.0/16", "fd00::7")
@@ -15,7 +16,9 @@ NETWORK = ("10.1.0.0/16", "fd00::7")
 
 def status(options: ServeOptions, address: str, headers: dict[str, str] | None = None) -> int:
     """The status of an administrator's call from there."""
-    guard = Guard(PlainTextResponse("ok"), options, frozenset({"/pause"}), lambda *_: None)
+    guard = Guard(
+        PlainTextResponse("ok"), options, frozenset({"/pause"}), lambda _, why: error_reply(why)
+    )
     transport = httpx.ASGITransport(guard, client=(address, 5000))
 
     async def call() -> int:
