@@ -235,8 +235,6 @@ def _described(function: str, args: tuple[Any, ...]) -> tuple[str, str]:
             rows = arg.names.shape[0]
             if function == "step":
                 return "steady", f"batch {rows}"
-            if function == "first_tokens":
-                return "sampler", f"batch {rows}"
             return "prefill", f"{bucket_of(args[-1], rows)} tokens, batch {rows}"
         mode = getattr(arg, "forward_mode", None)
         if mode is not None:

@@ -61,13 +61,6 @@ def limits_of(numbers: jax.Array, rows: int) -> jax.Array:
     return _table(numbers, rows)[:, LIMITS]
 
 
-def adapters_of(numbers: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
-    """Inside a program: by row: its adapter's slot, and the scale."""
-    table = _table(numbers, rows)
-    scales = jax.lax.bitcast_convert_type(table[:, FLOATS], jnp.float32)[:, 5]
-    return table[:, INTS][:, 3], scales
-
-
 def unpack(mesh: AbstractMesh, sent: SentBatch, rows: int, block_table: Any) -> DeviceBatch:
     """Inside a program: the batch that was sent."""
     sent_flags: Any = sent.numbers[:_FLAGS] > 0
@@ -85,5 +78,5 @@ def unpack(mesh: AbstractMesh, sent: SentBatch, rows: int, block_table: Any) -> 
         kept=flags.kept,
         names=sent.names,
         mask=sent.mask,
-        adapters=adapters_of(sent.numbers, rows),
+        adapters=(ints[:, 3], floats[:, 5]),
     )
