@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 from unittest import mock
 
@@ -209,6 +210,7 @@ def _from_callback(shape: Any, sharding: Any, callback: Any, dtype: Any = None) 
     return AbstractArray(shape, dtype, sharding)
 
 
+@wraps(_jnp_zeros)  # the name of a program that makes zeros
 def _zeros(shape: Any, dtype: Any = None, *, out_sharding: Any = None, **options: Any) -> Any:
     from jax._src import core
 
