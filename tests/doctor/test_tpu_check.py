@@ -262,13 +262,12 @@ def test_several_steps_a_dispatch_compile() -> None:
 
 @needs_libtpu
 def test_a_step_that_needs_another_program_is_a_problem() -> None:
-    """Upstream's own warm-up compiles no seeds, no top-k log-probabilities and no steady steps;
-    see `engine/warmup.py`."""
+    """Upstream's own warm-up compiles neither the pool's prefill nor steady decode; see
+    `engine/warmup.py`."""
     done = python("-c", _UPSTREAMS_WARM_UP)
     assert done.returncode == 0, done.stderr
     late = json.loads(done.stdout)
-    steady = {"steady", "begin", "tally"}
-    assert {kind for kind, _ in late} == {"sampler", "top_logprobs"} | steady
+    assert {kind for kind, _ in late} == {"prefill", "steady", "begin", "tally"}
     assert {problem for _, problem in late} == {
         "a step needs it, and the warm-up has not compiled it"
     }
@@ -281,7 +280,7 @@ from enginepool.engine import warmup
 from enginepool.sizing.chips import TOPOLOGIES
 from scripts.tpu_check.engine import Sizes, model_config
 
-def upstreams(scheduler):
+def upstreams(scheduler, start):
     scheduler.tp_worker.worker.run_precompile()
 
 warmup.warm_up = upstreams
