@@ -152,8 +152,8 @@ def _pauses(pool: EnginePool, leaves: Leaves, rounds: int) -> list[dict[str, Any
 
 def _show(figures: dict[str, Any]) -> None:
     print(
-        "\nUpdates of idle engines. Stage + commit is compared with the peer. The total has the "
-        "fingerprints\nand the wait for a step boundary, too."
+        "\nUpdates of idle engines. Stage + commit is compared with plain JAX, the peer. The total "
+        "has the\nfingerprints and the wait for a step boundary, too."
     )
     plain(_HEADERS, map(_line, figures["rows"]))
     if figures["pauses"]:

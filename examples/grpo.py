@@ -68,8 +68,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--dtype", default="float32", help="the dtype of the engines")
     add("--int8", action="store_true", help="the engines' matrices are quantized at each update")
     add("--correction", choices=("rollout", "none", "truncated"), default="rollout",
-        help="what the loss's ratio compares with: the samples' probabilities, or the "
-        "trainer's own; truncated: with importance weights")  # fmt: skip
+        help="what the loss's ratio compares with: rollout: the samples' probabilities; none: "
+        "the trainer's own; truncated: the trainer's own, with importance weights")  # fmt: skip
     add("--resume", action="store_true", help="go on from the last checkpoint in --out")
     add("--wandb", metavar="PROJECT", help="also log to this project of Weights & Biases")
     return parser.parse_args(argv)

@@ -40,7 +40,8 @@ class Target:
         attribute: Its name there, `Class.method` for a method.
         replace: Takes the original and returns its replacement. For a class method it takes and
             returns the plain function.
-        parameters: The parameter names that the original must have. None if it is not a function.
+        parameters: The parameter names that the original must have. None if it is not a function,
+            or if versions of upstream differ in them.
         optional: If upstream does not have this binding, the patch is not needed.
         inherited: The class has it from a base, which stays as it is.
     """

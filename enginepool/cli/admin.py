@@ -47,7 +47,11 @@ def _where(
         ),
     ] = False,
     token: Annotated[
-        str | None, typer.Option(help="The admin token.", envvar=TOKEN_VARIABLE)
+        str | None,
+        typer.Option(
+            help="The admin token. On a server without one: the API key, if it has one.",
+            envvar=TOKEN_VARIABLE,
+        ),
     ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds for an answer.")] = 600.0,
 ) -> None:

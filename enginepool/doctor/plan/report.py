@@ -33,7 +33,7 @@ def show(plan: dict[str, Any]) -> None:
             str(row["tokens_per_second_compared"]),
             "yes" if row["fits"] else "no",
         )
-    console.print("Other layouts of this host", style="bold")
+    console.print("Layouts of this host", style="bold")
     console.print(table)
     console.print(
         f"  a bound leaves out {plan['left_out']}; tokens/s only compares layouts and assumes "
@@ -131,7 +131,7 @@ def _swap(plan: dict[str, Any]) -> dict[str, str]:
         "staging": plan["staging"],
         "second set beside KV": "fits" if plan["second_weight_set_fits"] else "does not fit",
         "with the KV released": "fits" if without_kv else "does not fit",
-        "live swap up to": "none" if live is None else f"mem_fraction_static={live:g}",
+        'staging="double" up to': "none" if live is None else f"mem_fraction_static={live:g}",
         "KV by upstream's default": f"{plan['kv_tokens_at_upstreams_fraction']:,} tokens at "
         "mem_fraction_static=0.88",
     }
