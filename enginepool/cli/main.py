@@ -80,9 +80,12 @@ def doctor(
         typer.Option("--first-run", help="On a TPU: try everything with the toy, for a report."),
     ] = False,
     budget: Annotated[
-        float,
-        typer.Option(min=1, help="Seconds for --first-run; checks that do not fit are skipped."),
-    ] = 600.0,
+        float | None,
+        typer.Option(
+            min=1,
+            help="Seconds for --first-run; checks that do not fit are skipped. Default: 600.",
+        ),
+    ] = None,
     output: Annotated[
         Path | None,
         typer.Option(help="File for the report of --first-run. Default: standard output."),
@@ -104,8 +107,11 @@ def doctor(
     if first_run:
         given = {"--model": model, "--dtype": dtype, "--server-arg": server_arg}
         given |= {"--profile": profile or None, "--tp-size": None if tp_size == 1 else tp_size}
-        _first_run(parse_devices(devices), budget, timeout, output, given)
+        _first_run(parse_devices(devices), budget or 600.0, timeout, output, given)
         return
+    for name, value in {"--output": output, "--budget": budget}.items():
+        if value is not None:
+            raise InvalidConfig(f"{name} {value} goes with --first-run only; leave it out")
     if profile:
         _profile(model, make_arguments(devices, tp_size, dtype, server_arg), as_json)
         return

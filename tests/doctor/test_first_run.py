@@ -471,6 +471,19 @@ def test_options_of_other_kinds_are_refused(option: list[str]) -> None:
     assert f"{option[0]} does not go with --first-run" in done.output
 
 
+@pytest.mark.parametrize("option", [["--output", "report.json"], ["--budget", "30.5"]])
+@pytest.mark.parametrize("other", [[], ["--profile"]], ids=["plain", "profile"])
+def test_options_of_the_first_run_are_refused_without_it(
+    option: list[str], other: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would be ignored: no file would be written."""
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["doctor", *option, *other])
+    assert done.exit_code == 2
+    assert f"{' '.join(option)} goes with --first-run only" in done.output
+    assert not list(tmp_path.iterdir())
+
+
 def test_report_that_cannot_be_written_is_said_before_the_work(tmp_path: Path) -> None:
     output = str(tmp_path / "none" / "report.json")
     done = CliRunner().invoke(app, ["doctor", "--first-run", "--output", output])
