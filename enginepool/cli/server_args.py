@@ -143,12 +143,16 @@ def _as_flags(file: FromFile) -> list[str]:
     parser = _Parser()
     server_args_class().add_cli_args(parser)
     flags: list[str] = []
-    for name, value in file.values.items():
-        name = "model_path" if name == "model" else name
+    named: dict[argparse.Action, str] = {}
+    for given, value in file.values.items():
+        name = "model_path" if given == "model" else given
         action = parser.options.get(name)
         if action is None:
             hint = did_you_mean(name, [*file.own, *parser.options])
             raise InvalidConfig(f"unknown option {name}={shown(value)}{hint}")
+        if action in named:  # the parser would take the last one
+            raise InvalidConfig(f"{named[action]} and {given} are one option; give one of them")
+        named[action] = given
         if value is not None:
             flags += _as_flag(name, action, value)
     return flags

@@ -110,6 +110,8 @@ def test_the_command_line_and_the_environment_go_before(
         ("port: 1\nhost: a\nport: 2", "'port' is there twice"),
         ("drain-timeout: 1\ndrain_timeout: 2", "drain_timeout is there twice"),
         ("dtype: float32\n'dtype': bfloat16", "'dtype' is there twice"),
+        ("model: a\nmodel-path: b", "model and model_path are one option; give one of them"),
+        ("tp_size: 1\ntensor_parallel_size: 2", "tp_size and tensor_parallel_size are one option"),
     ],
 )
 def test_a_file_with_invalid_options(tmp_path: Path, text: str, why: str) -> None:
