@@ -15,7 +15,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from typer.testing import CliRunner
 
 from enginepool.cli.main import app
+from enginepool.serve.history import _NO_FAULT
 from enginepool.serve.options import ServeOptions
+from enginepool.serve.record import CLIENT_GONE, outcome_of
 from tests.cli.test_config_file import read
 from tests.support.servers import Running, generate
 
@@ -198,6 +200,15 @@ def test_systemd() -> None:
     assert (Path(program).name, command, flags[0]) == ("enginepool", "serve", "--config")
     assert (DEPLOY / Path(flags[1]).name).exists()
     assert int(service["TimeoutStopSec"]) >= ServeOptions.drain_timeout + EXITS
+
+
+def test_dashboard_counts_the_failed_requests_of_the_page() -> None:
+    """A client that leaves is no failed request."""
+    panels = json.loads((DEPLOY / "grafana.json").read_text())["panels"]
+    (query,) = [one["targets"][0]["expr"] for one in panels if one["title"] == "Failed requests"]
+    (good,) = re.findall(r'outcome=~"([^"]*)"', query)
+    outcomes = {outcome_of(200, None), outcome_of(CLIENT_GONE, None)}
+    assert set(good.split("|")) == outcomes == set(_NO_FAULT)
 
 
 def test_dashboard(plain: Running) -> None:
