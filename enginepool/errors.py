@@ -79,7 +79,7 @@ class InvalidWeights(EnginePoolError, ValueError):
 
 
 class WeightUpdateFailed(EnginePoolError):
-    """Raised by `update_weights` if a device failed. The message says which weights serve now.
+    """Raised by `update_weights` if a device failed. All engines that serve have the same version.
 
     Attributes:
         engine_index: The engine of that device.

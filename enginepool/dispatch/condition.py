@@ -39,12 +39,14 @@ class DesiredState:
         update: The number of the update that brought them. 0 is the checkpoint.
         no_weights: Why no engine has weights, if a user released them.
         pause_reasons: Why no engine takes a step.
+        paused_engines: The engines that a caller paused one by one.
     """
 
     weight_version: int | str = 0
     update: int = 0
     no_weights: str | None = None
     pause_reasons: set[PauseReason] = field(default_factory=set)
+    paused_engines: set[int] = field(default_factory=set)
 
 
 @dataclass(frozen=True)

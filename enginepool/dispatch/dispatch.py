@@ -115,6 +115,7 @@ class Dispatch:
             with self.lock:
                 self._calls.discard(call)
             raise
+        self._end_aborted(call.requests)  # aborted before they waited anywhere
         self.fail_unserved()
 
     def refuse_to_wait(self, call: Call) -> None:
@@ -172,10 +173,17 @@ class Dispatch:
             else:
                 again.append(request)
         self.queue.put(again, resumed=True)
-        for request in again:  # aborted between the check and the put
-            if request.abort_reason is not None and self.queue.discard(request):
-                request.call.finish(request, request.abort_reason)
+        self._end_aborted(again)  # aborted between the check and the put
         self.fail_unserved()
+
+    def _end_aborted(self, requests: Iterable[Request]) -> None:
+        """End requests that were aborted, if they wait for an engine."""
+        for request in requests:
+            reason = request.abort_reason
+            if reason is not None and (
+                self.queue.discard(request) or self.queue_limit.holds(request)
+            ):
+                request.call.finish(request, reason)
 
     def take_waiting(self) -> list[Request]:
         """Remove and return all requests that wait for an engine."""

@@ -19,8 +19,8 @@ class FaultHistory:
             infinity, and it has had no finite numbers since.
         nonfinite_under: The update of weights under which its own numbers were not finite.
         nonfinite_on: When its own numbers were not finite, in `time.perf_counter`, by engine index.
-        finite_under: The update of weights under which its own numbers have been finite since they
-            were last not finite.
+        finite_under: The update of weights under which its latest numbers were finite. None if its
+            latest numbers were not, or if it has none.
     """
 
     __slots__ = (

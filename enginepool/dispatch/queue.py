@@ -63,8 +63,20 @@ class RequestQueue:
         """Forget an engine. Requests that only it may run stay here."""
         with self._lock:
             self._engines.pop(engine_index, None)
-            reserved = self._reserved.items()
-            self._reserved = {key: by for key, by in reserved if by != engine_index}
+            self._drop_reservations(engine_index)
+
+    def unreserve(self, engine_index: int) -> None:
+        """Let other engines run the requests that this one was to run alone. It takes no step."""
+        with self._lock:
+            dropped = self._drop_reservations(engine_index)
+        if dropped:
+            self.wake_all()
+
+    def _drop_reservations(self, engine_index: int) -> bool:
+        """Returns whether there were any."""
+        reserved = self._reserved
+        self._reserved = {key: by for key, by in reserved.items() if by != engine_index}
+        return len(self._reserved) < len(reserved)
 
     def take_pinned_to(self, engine_index: int) -> list[Request]:
         """Remove and return the requests that only this engine may run."""
@@ -120,13 +132,12 @@ class RequestQueue:
         with self._arrival:
             self._arrival.wait_for(lambda: not self._moving)
 
-    def has_retracted(self) -> bool:
-        """Whether a retracted request waits here for an engine that could take it. Requests that
-        run or start alone do not count."""
+    def has_retracted(self, engines: Collection[int]) -> bool:
+        """Whether a retracted request waits here that one of these engines could take. Requests
+        that run or start alone do not count."""
         with self._lock:
-            pinned = [group for index, group in self._pinned.items() if index in self._engines]
-            groups = [self._resumed, *pinned]
-            return any(r.retracted for group in groups for r in group.values())
+            waiting = chain(*(group.values() for group in (self._resumed, *self._pinned.values())))
+            return any(r.retracted and self._for_any(r, engines) for r in waiting)
 
     def wake_all(self) -> None:
         with self._lock:
@@ -145,27 +156,27 @@ class RequestQueue:
         self._notify_taken(requests)
         return requests
 
-    def begun(self) -> bool:
-        """Whether a request with output tokens of this pool waits for a serving engine."""
+    def begun(self, engines: Collection[int]) -> bool:
+        """Whether a request with output tokens of this pool waits here that one of these engines
+        could take."""
         with self._lock:
-            pinned = [group for index, group in self._pinned.items() if index in self._engines]
-            groups = [self._alone, self._resumed, *pinned]
-            return any(r.begun for group in groups for r in group.values())
+            return any(r.begun and self._for_any(r, engines) for r in self._that_resume())
 
-    def waits_for(self, engines: Collection[int], *, all_there_are: bool) -> bool:
-        """Whether a retracted or begun request waits here that only `engines` may take.
-
-        Args:
-            all_there_are: Whether `engines` are all engines that serve.
-        """
+    def waits_for(self, paused: Collection[int], others: Collection[int]) -> bool:
+        """Whether a retracted or begun request waits here that one of the `paused` engines could
+        take, and none of the `others`."""
         with self._lock:
-            groups = [self._alone, self._resumed, *self._pinned.values()]
             return any(
                 (request.retracted or request.begun)
-                and ((all_there_are and bool(engines)) or request.pinned_to in engines)
-                for group in groups
-                for request in group.values()
+                and self._for_any(request, paused)
+                and not self._for_any(request, others)
+                for request in self._that_resume()
             )
+
+    def _that_resume(self) -> Iterator[Request]:
+        """The requests that may have run before."""
+        groups = [self._alone, self._resumed, *self._pinned.values()]
+        return chain(*(group.values() for group in groups))
 
     def take(
         self,
@@ -257,16 +268,19 @@ class RequestQueue:
         """
         for request in self._alone.values():
             key = request.internal_rid
-            mine = request.pinned_to == engine_index
-            if request.pinned_to is None:
-                mine = self._may_run(request, engine_index)
-            mine = mine and bool(request.begun or not begun)
+            mine = self._for_any(request, [engine_index]) and (request.begun or not begun)
             if mine and self._reserved.setdefault(key, engine_index) == engine_index:
                 if (load if request.faults.runs_alone else prefilling) or not may_start(request):
                     return []
                 del self._reserved[key]
                 return [self._alone.pop(key)]
         return None
+
+    def _for_any(self, request: Request, engines: Collection[int]) -> bool:
+        """Whether one of these engines may run the request."""
+        if request.pinned_to is not None:
+            return request.pinned_to in engines
+        return any(self._may_run(request, engine) for engine in engines)
 
     def _may_run(self, request: Request, engine_index: int) -> bool:
         return request.faults.may_run_on(engine_index, self._engines.keys())

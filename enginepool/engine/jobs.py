@@ -26,7 +26,7 @@ class EngineStopped(Exception):
 
 
 class EngineBroken(EngineStopped):
-    """A job has left the engine unusable. It ends the engine's loop as well."""
+    """A job has left the engine unusable. The engine's loop ends with this error."""
 
 
 class Jobs:

@@ -65,7 +65,10 @@ class KVCache:
             self._program(spec_of(buffer))
 
     def drop(self) -> int:
-        """Free the buffers; returns their bytes. The prefix cache must be empty."""
+        """Free the buffers; returns their bytes, or 0 if they are dropped already. The prefix cache
+        must be empty."""
+        if self.dropped:
+            return 0
         buffers = list(self._buffers())
         if len(buffers) != self._count:
             raise RuntimeError(f"{len(buffers)} of {self._count} KV buffers are left")

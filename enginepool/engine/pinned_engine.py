@@ -12,6 +12,7 @@ from enginepool.dispatch.queue import RequestQueue
 from enginepool.engine.build import Assembly
 from enginepool.engine.channel import Channel
 from enginepool.engine.gil_limiter import process_limiter
+from enginepool.engine.jobs import EngineBroken
 from enginepool.engine.start_stages import StartStages
 from enginepool.logs import logger
 from enginepool.lora.adapter import Adapters
@@ -107,6 +108,7 @@ class PinnedEngine:
     def pause(self, reason: PauseReason) -> None:
         """As a job: the engine takes no step until `go_on`."""
         self.condition.pause(reason)
+        self.queue.unreserve(self.index)
 
     def go_on(self, reason: PauseReason) -> None:
         """As a job: drop this reason to pause. Others may be left."""
@@ -116,6 +118,17 @@ class PinnedEngine:
         """As a job. With `on`, the engine only finishes requests that have begun. Without, it takes
         new requests again."""
         self.condition.draining = on
+
+    def rebuild_kv_cache(self) -> None:
+        """As a job: allocate the KV cache again, without which the engine cannot step.
+
+        Raises:
+            EngineBroken: There is not enough memory. The engine leaves its loop.
+        """
+        try:
+            self.scheduler.kv_cache.rebuild()
+        except Exception as error:
+            raise EngineBroken(f"could not allocate its KV cache again: {error!r}") from error
 
     def replace_weights(
         self, arrays: Mapping[str, jax.Array], shared: Collection[str]

@@ -241,9 +241,15 @@ class Recovery:
         condition, desired = engine.condition, self._desired
         condition.draining = False
         condition.pause_reasons = set(desired.pause_reasons)
+        if engine.index in desired.paused_engines:
+            condition.pause("paused")
         condition.weights.missing = desired.no_weights
         kv_cache = engine.scheduler.kv_cache
-        if "kv_cache" in desired.pause_reasons and not kv_cache.dropped:
+        if "kv_cache" in desired.pause_reasons:
             kv_cache.drop()
+        else:
+            kv_cache.rebuild()
         if desired.no_weights is None:
             self.weights.bring_to(engine)
+        else:
+            engine.leaves.drop(list(engine.leaves))

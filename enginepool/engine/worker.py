@@ -75,6 +75,7 @@ class EngineWorker(PinnedEngine):
         self._may_warm_up = threading.Event()
         self._warmup = True
         self._source: EngineLeaves | None = None
+        self._kept_shared: set[str] = set()  # which of `kept` somebody else may delete
         # A daemon, so that a script which forgets to close exits; `close()` joins it.
         self._thread = threading.Thread(
             target=self._main, name=f"{name}-engine-{index}", daemon=True
@@ -193,10 +194,10 @@ class EngineWorker(PinnedEngine):
     def _quarantine(self, error: BaseException, trace: str) -> None:
         """After a failed step: take the requests out, and run no more jobs."""
         reason = f"{type(error).__name__}: {error}"
-        self.condition.change(EngineState.QUARANTINED, reason, recovering=True)
-        if isinstance(error, StepTimeout):
-            return  # its requests were taken away when it was abandoned
         with self.queue.moving():
+            self.condition.change(EngineState.QUARANTINED, reason, recovering=True)
+            if isinstance(error, StepTimeout):
+                return  # its requests were taken away when it was abandoned
             requests = self.channel.close(f"engine {self.index} is quarantined: {reason}")
             self.queue.detach(self.index)
             self._recovery.engine_failed(self, error, trace, requests)
@@ -211,12 +212,12 @@ class EngineWorker(PinnedEngine):
         if source == "sibling":
             self.kept = {}
         elif not self.kept:  # an earlier attempt may have kept them
-            self.kept = self._intact()
+            self.kept, self._kept_shared = self._intact(), set(self.leaves.shared)
         self.condition.change(EngineState.REBUILDING, reason, recovering=True)
         from_checkpoint = source == "checkpoint" and not self.kept
         self.assembly.rebuild(dummy_weights=not from_checkpoint)
         if self.kept:
-            self.leaves.replace(self.kept)
+            self.leaves.replace(self.kept, self._kept_shared)
         else:  # -1: dummy weights, until `readmit` brings others. An earlier attempt may have set 0
             self.condition.weights.update = 0 if from_checkpoint else -1
 

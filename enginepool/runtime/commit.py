@@ -48,7 +48,7 @@ def commit(engines: StoppedEngines, staged: dict[int, Staged]) -> dict[int, Befo
 
 
 def stream(
-    plan: Plan, engines: StoppedEngines, copy: bool
+    plan: Plan, engines: StoppedEngines, copy: bool, siblings: Sequence[EngineWorker] = ()
 ) -> tuple[dict[int, Staged], dict[int, str]]:
     """Replace the leaves of stopped engines, a batch at a time. No device ever holds more than one
     weight set and the largest leaf.
@@ -57,6 +57,9 @@ def stream(
     the source that lie on their own devices. If the first engine's set fails half way, its old
     weights are put back from a sibling. If another engine's set fails, that engine is left without
     weights.
+
+    Args:
+        siblings: Engines that serve with the old weights meanwhile.
 
     Returns:
         The leaves that each engine got, and for each engine that got none the reason.
@@ -72,10 +75,10 @@ def stream(
             del batch
     except BaseException as error:
         if usable:
-            _restore(lead, others, plan, touched, error)
+            _restore(lead, [*others, *siblings], plan, touched, error)
         raise
     failed = {}
-    for worker in others:
+    for place, worker in enumerate(others):
         try:
             again = plan.again(lead.leaves, worker.leaves.specs)
             for batch in again.batches(by_leaf=True):
@@ -85,6 +88,10 @@ def stream(
             logger().warning(
                 "enginepool.weights_not_updated", engine=worker.index, error=str(error)
             )
+        except BaseException as error:  # Control-C: the engines after this one have the old weights
+            for changed in (lead, *others[: place + 1]):
+                _restore(changed, [*others[place + 1 :], *siblings], plan, plan.paths, error)
+            raise
     for worker in engines.workers:
         staged[worker.index].arrays = {p: worker.leaves[p] for p in plan.paths}
     return staged, failed
@@ -121,28 +128,28 @@ def _run(worker: EngineWorker, leaves: Mapping[str, Any], shared: Collection[str
 
 
 def _restore(
-    lead: EngineWorker,
-    others: Sequence[EngineWorker],
+    worker: EngineWorker,
+    siblings: Sequence[EngineWorker],
     plan: Plan,
     paths: Sequence[str],
     error: BaseException,
 ) -> None:
-    """Give the first engine its old weights back. If that fails, it is left without weights."""
+    """Give an engine its old weights back. If that fails, it is left without weights."""
     reason = f"an update of weights failed half way, with no sibling to restore from: {error!r}"
-    for sibling in others:
+    for sibling in siblings:
         have = sibling.leaves
-        if have.lost():
+        if not sibling.condition.serving or have.lost():
             continue
         try:
             back = plan.copying({path: have[path] for path in paths})
             for batch in back.batches(by_leaf=True):
-                _replace(lead, back, batch, copy=False)
+                _replace(worker, back, batch, copy=False)
         except Exception as again:
             reason = f"an update of weights failed half way; restoring the old ones failed: {again}"
             continue
         return
     with suppress(EngineStopped):  # a failed engine comes back with the weights of the pool
-        lead.channel.run(lambda: leave_without_weights(lead, reason)).result()
+        worker.channel.run(lambda: leave_without_weights(worker, reason)).result()
 
 
 def leave_without_weights(worker: EngineWorker, reason: str) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from enginepool.engine.worker import EngineWorker
 from enginepool.errors import InvalidRequest
-from enginepool.runtime.quiesce import quiesced
+from enginepool.runtime.quiesce import StoppedEngines, quiesced
 from enginepool.runtime.runtime import Runtime
 
 
@@ -19,8 +20,7 @@ def release_kv_cache(runtime: Runtime, tags: Sequence[str]) -> int:
 
     def drop(worker: EngineWorker) -> int:
         worker.pause("kv_cache")
-        kv_cache = worker.scheduler.kv_cache
-        return 0 if kv_cache.dropped else kv_cache.drop()
+        return worker.scheduler.kv_cache.drop()
 
     with (
         runtime.steering.hold("release_memory_occupation()"),
@@ -44,6 +44,29 @@ def resume_kv_cache(runtime: Runtime) -> int:
     ):
         runtime.desired.pause_reasons.discard("kv_cache")
         return sum(engines.run(rebuild).values())
+
+
+@contextmanager
+def without_kv_caches(engines: StoppedEngines) -> Iterator[dict[int, int]]:
+    """Release the KV caches of stopped engines inside the block. One that was released before stays
+    released, until `resume_kv_cache`.
+
+    Yields the bytes that were released, by engine index.
+    """
+    dropped: dict[int, int] = {}
+
+    def drop(worker: EngineWorker) -> None:
+        dropped[worker.index] = worker.scheduler.kv_cache.drop()
+
+    def rebuild(worker: EngineWorker) -> None:
+        if dropped.get(worker.index):
+            worker.rebuild_kv_cache()
+
+    try:
+        engines.run(drop)
+        yield dropped
+    finally:
+        engines.run(rebuild)
 
 
 def release_weights(runtime: Runtime) -> int:

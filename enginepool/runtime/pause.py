@@ -22,6 +22,8 @@ def pause(runtime: Runtime, mode: str, engine_index: int | None = None) -> None:
     with runtime.steering.hold("pause_generation()"):
         if engine_index is None:
             runtime.desired.pause_reasons.add("paused")
+        else:
+            runtime.desired.paused_engines.add(engine_index)
 
         def end(requests: list[Request]) -> None:
             reason = aborted("pause_generation(mode='abort')", "cancelled")
@@ -38,6 +40,7 @@ def pause(runtime: Runtime, mode: str, engine_index: int | None = None) -> None:
 
         runtime.on_engines(stop, engine_index)
         if mode == "abort" and engine_index is None:
+            dispatch.queue.wait_for_arrival()  # an engine may have failed meanwhile
             end(dispatch.take_waiting())
 
 
@@ -50,6 +53,9 @@ def resume(runtime: Runtime, engine_index: int | None = None) -> None:
     with runtime.steering.hold("continue_generation()"):
         if engine_index is None:
             runtime.desired.pause_reasons.discard("paused")
+            runtime.desired.paused_engines.clear()
+        else:
+            runtime.desired.paused_engines.discard(engine_index)
         runtime.on_engines(go_on, engine_index)
 
 

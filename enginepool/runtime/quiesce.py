@@ -16,7 +16,7 @@ from enginepool.dispatch.request import Request, aborted
 from enginepool.engine.jobs import EngineStopped
 from enginepool.engine.single_stepping import one_step_at_a_time
 from enginepool.engine.worker import EngineWorker
-from enginepool.errors import InvalidRequest, PoolClosed, WeightUpdateFailed
+from enginepool.errors import EnginePoolError, InvalidRequest, PoolClosed, WeightUpdateFailed
 from enginepool.runtime.runtime import Runtime
 
 SwapMode = Literal["drain", "retract", "abort", "in_place"]
@@ -62,15 +62,26 @@ class StoppedEngines:
             raise PoolClosed(f"pool {self.runtime.name!r} was closed")
         if failures:
             raise failures[0]
-        if not self.workers:
-            if any(worker.condition.recovering for worker, _ in futures):
-                raise WeightUpdateFailed(
-                    "every engine failed meanwhile; they come back with the weights they had, "
-                    "try again",
-                    engine_index=futures[0][0].index,
-                )
-            raise self.runtime.dispatch.failure()
+        if futures and not self.workers:
+            raise self._failure([worker for worker, _ in futures])
         return results
+
+    def able(self) -> list[int]:
+        """The indices of the engines that take requests until they stop. Any thread."""
+        conditions = [(worker.index, worker.condition) for worker in tuple(self.workers)]
+        return [index for index, one in conditions if one.reachable and one.may_step]
+
+    def _failure(self, failed: Sequence[EngineWorker]) -> EnginePoolError:
+        """The error to raise if all these engines have failed. Other engines may serve."""
+        coming_back = any(worker.condition.recovering for worker in failed)
+        if not coming_back and not self.runtime.reachable():
+            return self.runtime.dispatch.failure()
+        listed = "; ".join(f"engine {each.index}: {each.condition.reason}" for each in failed)
+        return WeightUpdateFailed(
+            f"engines failed meanwhile ({listed}); those that come back get the weights that the "
+            "pool has; try again",
+            engine_index=failed[0].index,
+        )
 
 
 @contextmanager
@@ -173,9 +184,10 @@ class _Stop:
         if not worker.condition.may_step:
             return True
         if self._mode == "drain":
-            return not (worker.channel.has_work() or self._queue.begun())
+            return not (worker.channel.has_work() or self._queue.begun(self._engines.able()))
         if self._mode == "retract":
-            return worker.channel.running.progressed() and not self._queue.has_retracted()
+            waits = self._queue.has_retracted(self._engines.able())
+            return worker.channel.running.progressed() and not waits
         return True
 
     def _stop(self, worker: EngineWorker) -> None:
@@ -197,18 +209,16 @@ def _begin_drain(engines: StoppedEngines) -> None:
     in between, because it needs `runtime.steering` too.
 
     Raises:
-        InvalidRequest: A request cannot finish because its engine is paused.
+        InvalidRequest: A request cannot finish because its engine is paused. It may be an engine
+            whose turn comes later, in a rolling update.
     """
-
-    def begin(worker: EngineWorker) -> tuple[bool, bool]:
-        worker.drain(True)
-        return worker.condition.paused, worker.channel.load() > 0
-
-    found = engines.run(begin)
-    paused = {index for index, (is_paused, _) in found.items() if is_paused}
-    holding = any(is_paused and held for is_paused, held in found.values())
-    queue = engines.runtime.dispatch.queue
-    if holding or queue.waits_for(paused, all_there_are=len(paused) == len(found)):
+    engines.run(lambda worker: worker.drain(True))
+    runtime = engines.runtime
+    serving = runtime.reachable()
+    paused = [worker.index for worker in serving if worker.condition.paused]
+    others = [worker.index for worker in serving if worker.condition.may_step]
+    holding = any(runtime.workers[index].channel.running.any_unfinished for index in paused)
+    if holding or runtime.dispatch.queue.waits_for(paused, others):
         raise InvalidRequest(
             f"mode='drain' waits for running outputs, but engine {min(paused)} is paused or "
             "without its KV cache; continue_generation() or resume_memory_occupation() first, or "
@@ -218,9 +228,10 @@ def _begin_drain(engines: StoppedEngines) -> None:
 
 def _unfinished(engines: StoppedEngines) -> bool:
     """Whether these engines have requests, or can take begun ones from the queue."""
-    able = [worker for worker in engines.workers if worker.condition.may_step]
-    begun = engines.runtime.dispatch.queue.begun()
-    return any(begun or worker.channel.load() for worker in able)
+    able = engines.able()
+    begun = engines.runtime.dispatch.queue.begun(able)
+    loads = [worker.channel.load() for worker in engines.workers if worker.index in able]
+    return any(begun or load for load in loads)
 
 
 def _nothing() -> None:

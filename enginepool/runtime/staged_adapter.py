@@ -36,12 +36,13 @@ class StagedAdapter:
         """
         Options(mode=mode).check()
         with updating(self._runtime, "commit()") as workers:
-            if self._load is None:
+            load = self._load  # read once: another thread may discard it
+            if load is None:
                 raise StaleWeights(
                     f"{self.lora_name!r} of version {self.weight_version!r} cannot be committed: "
                     "it was committed or discarded already"
                 )
-            report = self._load.commit(workers, mode)
+            report = load.commit(workers, mode)
             self.discard()
         return report
 

@@ -110,7 +110,7 @@ def stage_weights(
 def _forget_source(update: Update) -> None:
     """Drop the caller's arrays: the commit needs only what was staged."""
     lead = update.workers[0]
-    update.plan = update.plan.again(update.staged[lead.index].arrays, lead.leaves.specs)
+    update.plan = update.plan.copying(update.staged[lead.index].arrays)
     update.source = None
 
 

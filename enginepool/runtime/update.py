@@ -17,6 +17,7 @@ from enginepool.engine.jobs import EngineStopped
 from enginepool.engine.worker import EngineWorker
 from enginepool.errors import InvalidWeights, PoolClosed, WeightUpdateFailed
 from enginepool.runtime.commit import commit, leave_without_weights, stream
+from enginepool.runtime.memory_occupation import without_kv_caches
 from enginepool.runtime.quiesce import StoppedEngines, SwapMode, quiesced
 from enginepool.runtime.runtime import Runtime
 from enginepool.runtime.served_config import check_config
@@ -83,13 +84,12 @@ class Update:
         self.staging = self.options.staging
         # A device may have room for a second set only once its KV cache is gone.
         early = self.options.strategy == "atomic" and not self.options.free_kv
-        if early and self._choose() == "double":
-            self._stage(self.workers)
+        if early and self._choose(self.workers) == "double":
+            self._stage(self.plan, self.workers)
         self._add("total", time.perf_counter() - started)
 
     def attempt(self, mode: SwapMode) -> Update:
-        """A copy to `finish`, so that this one can be finished again if that fails. Times of an
-        attempt that failed are in no report."""
+        """Make a copy to call `finish` on. If it fails, the caller makes another copy."""
         made = copy(self)
         made.options = replace(self.options, mode=mode)
         made.seconds, made.pauses = dict(self.seconds), {}
@@ -98,10 +98,13 @@ class Update:
     def finish(self) -> SwapReport:
         """Put the weights in place on every engine or on none."""
         started = time.perf_counter()
-        if self.options.strategy == "rolling":
-            self._roll()
-        else:
-            self._all_at_once()
+        try:
+            if self.options.strategy == "rolling":
+                self._roll()
+            else:
+                self._all_at_once()
+        finally:
+            self._end_release()
         return self._report(started)
 
     def _plan(self) -> Plan:
@@ -139,23 +142,32 @@ class Update:
 
     def _all_at_once(self) -> None:
         with self._quiesced(self.workers) as engines, self._without_kv(engines):
-            if not self.staged and self._choose() == "double":
-                self._stage(engines.workers)
-            elif not self.staged:
-                with self._timed("stage"):
-                    self.staged, self.failed = stream(self.plan, engines, self.options.copy)
+            if not self.staged:
+                self._place(self.plan, engines)
             with self._timed("commit"):
                 self._commit(engines)
         self.before.clear()
 
-    def _choose(self) -> str:
+    def _choose(self, workers: Sequence[EngineWorker]) -> str:
         if self.staging == "auto":
-            self.staging = choose_staging(self.plan, self.workers, self.options.copy)
+            self.staging = choose_staging(self.plan, workers, self.options.copy)
         return self.staging
 
-    def _stage(self, workers: Sequence[EngineWorker]) -> None:
+    def _stage(self, plan: Plan, workers: Sequence[EngineWorker]) -> None:
         with self._timed("stage"):
-            self.staged = stage(self.plan, workers, self.options.copy)
+            self.staged.update(stage(plan, workers, self.options.copy))
+
+    def _place(
+        self, plan: Plan, engines: StoppedEngines, siblings: Sequence[EngineWorker] = ()
+    ) -> None:
+        """Stage the leaves on stopped engines, or stream them."""
+        if self._choose(engines.workers) == "double":
+            self._stage(plan, engines.workers)
+            return
+        with self._timed("stage"):
+            staged, failed = stream(plan, engines, self.options.copy, siblings)
+        self.staged.update(staged)
+        self.failed.update(failed)
 
     def _commit(self, engines: StoppedEngines) -> None:
         """Put the staged leaves in place on every engine or on none."""
@@ -165,10 +177,13 @@ class Update:
         desired.weight_version, desired.update = self.version, self.number
         engines.run(self._label)
         # The order matters: waiting requests must never find that no engine is left. First the
-        # other engines serve, then engines that missed the update leave. `no_weights` is cleared
-        # last.
+        # other engines serve, then engines that missed the update leave. `_end_release` comes last.
         engines.run(self._leave_if_failed)
-        if desired.no_weights is not None:
+
+    def _end_release(self) -> None:
+        """Take calls again after `release_weights`, if an engine has the new weights."""
+        desired = self.runtime.desired
+        if desired.no_weights is not None and desired.update == self.number:
             desired.no_weights = None
             self.runtime.dispatch.fail_unserved()
 
@@ -186,7 +201,6 @@ class Update:
 
     def _roll(self) -> None:
         """Swap one engine after the other, while the others serve."""
-        self._choose()
         for worker in self.workers:
             try:
                 self._roll_one(worker)
@@ -196,28 +210,23 @@ class Update:
                 if worker is self.workers[0] or self.runtime.closed:
                     raise
                 # Others have the new weights already, so there is no way back.
-                reason = f"it missed an update of weights: {error}"
-                self.failed[worker.index] = reason
-                job = partial(leave_without_weights, worker, reason)
+                self.failed[worker.index] = f"it missed an update of weights: {error}"
+                job = partial(leave_without_weights, worker, self.failed[worker.index])
                 with suppress(EngineStopped):  # it comes back with the new weights
                     worker.channel.run(job).result()
 
     def _roll_one(self, worker: EngineWorker) -> None:
-        plan = self.plan
+        plan, siblings = self.plan, self.workers[1:]
         if worker is not self.workers[0]:
             # A source is read only once, and the first engine's set is in the model's layout. That
             # engine's own leaves are not read: if it has failed, a rebuild may be replacing them.
             first = self.staged[self.workers[0].index]
-            plan = self.plan.again(first.arrays, worker.leaves.specs)
-        staged = None
-        if self.staging == "double":
-            with self._timed("stage"):
-                staged = stage(plan, [worker], self.options.copy)
+            plan, siblings = self.plan.again(first.arrays, worker.leaves.specs), []
+        if not self.options.free_kv and self._choose(self.workers) == "double":
+            self._stage(plan, [worker])
         with self._quiesced([worker]) as engines, self._without_kv(engines):
-            if staged is None:
-                with self._timed("stage"):
-                    staged, _ = stream(plan, engines, self.options.copy)
-            self.staged.update(staged)
+            if worker.index not in self.staged:
+                self._place(plan, engines, siblings)
             with self._timed("commit"):
                 self._commit(engines)
         self.before.clear()
@@ -237,14 +246,15 @@ class Update:
         if not self.options.free_kv:
             yield
             return
-        dropped = engines.run(lambda worker: worker.scheduler.kv_cache.drop())
+        with without_kv_caches(engines) as dropped:
+            try:
+                yield
+                self.before.clear()  # the KV caches need the memory of these leaves
+            except BaseException:
+                for worker in engines.workers:  # and of these, which are not used
+                    self.staged.get(worker.index, Staged()).arrays.clear()
+                raise
         self.kv_bytes += sum(dropped.values())
-        try:
-            yield
-        finally:
-            # A KV cache that was released before this update stays released, until
-            # `resume_memory_occupation`.
-            engines.run(lambda w: w.scheduler.kv_cache.rebuild() if dropped.get(w.index) else 0)
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -21,19 +21,40 @@ if TYPE_CHECKING:
 
 def checksum(runtime: Runtime) -> str:
     """See `EnginePool.checksum`."""
-    weights = _weights(runtime)
-    with runtime.cache.sharing():
-        sums = fingerprints(list(weights.values()))
-    return _one(dict(zip(weights, sums, strict=True)))
+
+    def read() -> str:
+        weights = _weights(runtime)
+        with runtime.cache.sharing():
+            sums = fingerprints(list(weights.values()))
+        return _one(dict(zip(weights, sums, strict=True)))
+
+    return _outside_updates(runtime, "checksum()", read)
 
 
 def quick_checksum(runtime: Runtime) -> float:
     """See `EnginePool.quick_checksum`."""
-    sums = {}
-    for index, leaves in _weights(runtime).items():
-        first = [np.asarray(leaves[path]).reshape(-1)[:1024] for path in list(leaves)[:4]]
-        sums[index] = float(sum(part.astype(np.float32).sum() for part in first))
-    return _one(sums)
+
+    def read() -> float:
+        sums = {}
+        for index, leaves in _weights(runtime).items():
+            first = [np.asarray(leaves[path]).reshape(-1)[:1024] for path in list(leaves)[:4]]
+            sums[index] = float(sum(part.astype(np.float32).sum() for part in first))
+        return _one(sums)
+
+    return _outside_updates(runtime, "quick_checksum()", read)
+
+
+def _outside_updates[T](runtime: Runtime, call: str, read: Callable[[], T]) -> T:
+    """Read the engines' weights. If they differ, or if some are missing, an update may be under
+    way. Then wait for its end and read them again."""
+    steering = runtime.steering
+    try:
+        return read()
+    except (EnginesDiffer, NoWeights):
+        if steering.inside() is not None:  # this is the update's own thread
+            raise
+    with steering.hold(call):
+        return read()
 
 
 def swap_fingerprints(

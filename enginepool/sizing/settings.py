@@ -61,7 +61,9 @@ class Settings:
                 raise InvalidConfig(f"{name}={shown(given[name])}: expected {expected}")
         fraction = given.get("mem_fraction_static", FRACTION)
         if not is_number(fraction) or not 0 < fraction < 1:
-            raise InvalidConfig(f"mem_fraction_static={shown(fraction)}: expected 0 to 1")
+            raise InvalidConfig(
+                f"mem_fraction_static={shown(fraction)}: expected a number above 0 and below 1"
+            )
         most = given.get("max_prefill_tokens", 16384)
         chunk = given.get("chunked_prefill_size", CHUNK)
         return cls(

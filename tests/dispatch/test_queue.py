@@ -185,3 +185,25 @@ def test_prefix_is_what_the_first_tokens_are(queue: RequestQueue):
     assert one != Request(call, [*start, 1], None, extra_key="other").candidate.prefix
     assert one != Request(call, [5, *start, 1], None).candidate.prefix
     assert Request(call, start, None).candidate.prefix is None
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_change_waits_for_requests_that_its_engines_may_take(queue: RequestQueue, alone: bool):
+    """It does not wait for a request that only another engine may run: that engine may be paused,
+    or fail and wait for the change."""
+    attach(queue, 0, 0)
+    (pinned,), (failed,) = make(1, pinned_to=1), make(1)
+    failed.faults.reasons = {0: "failed"}
+    for request in (pinned, failed):
+        request.output_ids, request.retracted = [7], True
+        request.faults.starts_alone = alone
+        queue.put([request], resumed=True)
+        assert not queue.begun([0])
+        assert not queue.has_retracted([0])
+        assert queue.waits_for([1], [0])
+        assert queue.begun([1])
+        assert queue.begun([0, 1])
+        assert queue.has_retracted([0, 1]) == (not alone)
+        assert not queue.waits_for([0], [1])
+        assert not queue.waits_for([1], [1])
+        assert queue.discard(request)

@@ -261,6 +261,18 @@ def test_abort_all(pool: EnginePool) -> None:
     assert sum(bool(result["output_ids"]) for result in results) <= 16
 
 
+def test_abort_on_the_way_to_the_queue(pool: EnginePool) -> None:
+    """The abort comes when the call is known and does not yet wait in the queue. It ends at once,
+    also if no engine takes it."""
+    dispatch = pool.runtime.dispatch
+    with paused(pool):
+        call = pool.runtime.input_processor.make_call(None, LONG, {"input_ids": [65]})
+        dispatch.abort(call.requests, "abort_request", "cancelled")
+        dispatch.submit(call)
+        assert call.done
+        assert waiting(pool) == 0
+
+
 def test_abort_in_a_chunked_prefill(pool: EnginePool) -> None:
     """A prompt that is aborted between two chunks of its prefill leaves nothing behind."""
     engine, prompt = pool.engines[0], [65, 66] * 200

@@ -128,13 +128,14 @@ class Leaves(dict[str, Any]):
     """Weights that are never lost."""
 
     specs: dict[str, Any] = {}  # noqa: RUF012
+    shared: frozenset[str] = frozenset()
 
     def lost(self) -> list[str]:
         return []
 
     lost_by_owner = lost
 
-    def replace(self, arrays: Any) -> None:
+    def replace(self, arrays: Any, shared: Any = ()) -> None:
         self.update(arrays)
 
 
@@ -147,7 +148,7 @@ class ScriptedScheduler:
         self.reqs: dict[str, Req] = {}
         self.prefixes: set[Any] = set()
         self.leaves = Leaves(a=1)
-        self.kv_cache = SimpleNamespace(dropped=False)
+        self.kv_cache = SimpleNamespace(rebuild=lambda: 0)
 
     def event_loop_normal(self) -> None:
         while True:
@@ -726,6 +727,21 @@ def test_a_suspect_goes_to_another_engine_if_the_reserved_one_leaves() -> None:
     assert take(queue, 0, load=1) == []
     assert take(queue, 1, load=0) == []
     queue.detach(0)
+    assert take(queue, 1, load=0) == [request]
+
+
+def test_a_suspect_goes_to_another_engine_if_the_reserved_one_is_paused() -> None:
+    """The pause of one engine ends its reservation, and wakes the others."""
+    runtime = Runtime(PoolConfig(model="scripted"), "scripted")
+    queue, request, woken = runtime.dispatch.queue, suspect(), list[int]()
+    workers = [ScriptedWorker(index, runtime) for index in (0, 1)]
+    for index in (0, 1):
+        queue.attach(index, lambda: 0, lambda index=index: woken.append(index))
+    queue.put([request])
+    assert take(queue, 0, load=1) == []
+    woken.clear()
+    workers[0].pause("paused")
+    assert 1 in woken
     assert take(queue, 1, load=0) == [request]
 
 

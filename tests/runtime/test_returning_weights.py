@@ -3,6 +3,7 @@ error, no engine serves weights of no version, and all engines serve the same ve
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from enginepool.toy.files import read_checkpoint
 from tests.support import faults
 from tests.support.layouts import PROMPTS, leaves, serves
 from tests.support.liveness import SECONDS, callers, until
-from tests.support.pools import SMALL
+from tests.support.pools import SMALL, in_use
 from tests.support.reference import make_random_model
 
 GREEDY = {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True}
@@ -277,3 +278,106 @@ def test_requests_that_wait_for_weights_survive_an_engine_that_misses_them(
         assert [len(one["output_ids"]) for one in call.result(SECONDS)] == [200] * len(PROMPTS)
     pool.update_weights(target)
     serves(pool, target)
+
+
+def test_weights_are_released_while_an_engine_is_reset(pool: EnginePool, target: Path) -> None:
+    """It gives its weights back, too, when it returns."""
+    before = in_use(pool)
+    hanging = faults.hang_in_reset(pool, 1)
+    faults.raise_in_step(pool, 1)
+    with callers(1) as executor:
+        try:
+            executor.submit(pool.engines[1].generate, input_ids=PROMPTS[0], sampling_params=GREEDY)
+            until(lambda: states(pool)[1] == "resetting")
+            released = pool.release_weights()
+        finally:
+            hanging.set()
+        until(lambda: states(pool) == ["unloaded"] * 3)
+        assert in_use(pool) == before - released // 2 * 3
+        pool.update_weights(target)
+    serves(pool, target)
+
+
+def test_an_engine_is_paused_while_it_is_reset(pool: EnginePool) -> None:
+    """It is paused when it returns, until it is told to continue."""
+    hanging = faults.hang_in_reset(pool, 1)
+    faults.raise_in_step(pool, 1)
+    engine = pool.engines[1]
+    with callers(1) as executor:
+        try:
+            call = executor.submit(engine.generate, input_ids=PROMPTS[0], sampling_params=GREEDY)
+            until(lambda: states(pool)[1] == "resetting")
+            engine.pause_generation("in_place")
+        finally:
+            hanging.set()
+        until(lambda: states(pool)[1] not in ("resetting", "quarantined"))
+        assert states(pool) == ["serving", "paused", "serving"]
+        assert not call.done()
+        engine.continue_generation()
+        assert len(call.result(SECONDS)["output_ids"]) == GREEDY["max_new_tokens"]
+
+
+def test_a_kv_cache_that_does_not_come_back(pool: EnginePool, target: Path) -> None:
+    """There is no memory for it at the end of an update. That engine recovers at once, with the new
+    weights, before it gets a request."""
+    news = len(pool.events())
+
+    def wrong(*_: Any) -> None:
+        raise faults.Fault("no memory")
+
+    faults.once([(faults.scheduler_of(pool, 1).kv_cache, "rebuild")], 1, wrong)
+    report = pool.update_weights(target, free_kv=True)
+    assert [engine.engine_index for engine in report.engines] == [0, 2]
+    until(lambda: states(pool) == ["serving"] * 3)
+    serves(pool, target)
+    events = [(event["event"], event["engine"]) for event in pool.events()[news:]]
+    assert events == [("engine_quarantined", 1), ("engine_recovered", 1)]
+
+
+def test_weights_are_deleted_after_a_rebuild_that_kept_them(
+    alone: EnginePool, target: Path
+) -> None:
+    """The rebuilt engine still knows that another holder may delete them."""
+    source = {path: jax.device_put(leaf, jax.devices()[0]) for path, leaf in leaves(target).items()}
+    alone.update_weights(source)
+    faults.raise_in_reset(alone, 0)
+    faults.raise_in_step(alone, 0)
+    alone.generate(input_ids=PROMPTS[0], sampling_params=GREEDY)
+    assert alone.events()[-1]["by"] == "rebuild"
+    for array in source.values():
+        array.delete()
+    with pytest.raises(NoWeights, match=r"deleted or donated by their owner.*copy=True"):
+        alone.generate(input_ids=PROMPTS[0], sampling_params=GREEDY)
+    assert states(alone) == ["unloaded"]
+
+
+def test_a_pause_that_aborts_waits_for_requests_of_a_failed_engine(
+    pool: EnginePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are on their way from the engine to the queue, and end like all others."""
+    moving, go_on, failed = threading.Event(), threading.Event(), Recovery.engine_failed
+
+    def late(*args: Any) -> None:
+        moving.set()
+        assert go_on.wait(SECONDS)
+        failed(*args)
+
+    monkeypatch.setattr(Recovery, "engine_failed", late)
+    faults.raise_in_step(pool, 1)
+    with callers(2) as executor:
+        call = executor.submit(
+            pool.engines[1].generate, input_ids=PROMPTS[0], sampling_params=GREEDY
+        )
+        assert moving.wait(SECONDS)
+        pause = executor.submit(pool.pause_generation, "abort")
+        try:
+            until(lambda: states(pool)[::2] == ["paused"] * 2)
+            wait([pause], timeout=0.5)  # it ends only if it does not wait for the request
+            go_on.set()
+            pause.result(SECONDS)
+            until(call.done, seconds=10)
+            assert call.result()["meta_info"]["finish_reason"]["type"] == "abort"
+        finally:
+            go_on.set()
+            pool.continue_generation()
+    until(lambda: states(pool) == ["serving"] * 3)

@@ -18,6 +18,7 @@ import pytest
 from enginepool import EnginePool, InvalidWeights, NoWeights, WeightUpdateFailed
 from enginepool.dispatch.dispatch import Dispatch
 from enginepool.engine.channel import Channel
+from enginepool.runtime import commit
 from enginepool.runtime.quiesce import StoppedEngines
 from enginepool.weights.leaves import EngineLeaves
 from tests.support.faults import (
@@ -31,7 +32,7 @@ from tests.support.faults import (
 from tests.support.layouts import PROMPTS, answers, leaves, serves
 from tests.support.liveness import SECONDS, callers, running, until
 from tests.support.marks import slow
-from tests.support.pools import MakePool, in_use, same
+from tests.support.pools import SMALL, MakePool, in_use, same
 
 FULL = "RESOURCE_EXHAUSTED: out of memory"
 FOR_EVER = range(5, 10**9)
@@ -233,15 +234,53 @@ def test_interrupted_stop(
     assert sent.is_set()
 
 
-def test_first_engine_of_a_stream(four: EnginePool, target: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize("strategy", ["atomic", "rolling"])
+def test_first_engine_of_a_stream(
+    four: EnginePool, target: Callable[[str], Path], strategy: Any
+) -> None:
     """Another engine gives it back the leaves that it has already dropped."""
     source = in_halves(leaves(target("qwen3")))
     with unchanged(four):
         with refused(source[LEAF]), pytest.raises(WeightUpdateFailed, match=FULL) as caught:
-            four.update_weights(source, staging="stream")
+            four.update_weights(source, staging="stream", strategy=strategy)
         assert caught.value.engine_index == 0
         assert str(jax.devices()[0]) in str(caught.value)
         del caught
+
+
+@contextmanager
+def interrupted_stream(engine: int) -> Iterator[None]:
+    """Control-C comes when this engine has some of its new leaves."""
+    wait, batches = commit.wait, count()
+
+    def interrupted(workers: Any, made: Any) -> None:
+        wait(workers, made)
+        if workers[0].index == engine and next(batches) == 2:
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(commit, "wait", interrupted)
+        yield
+
+
+def test_interrupted_stream(four: EnginePool, target: Callable[[str], Path]) -> None:
+    """One engine has the new weights, another has some of them. Both get the old ones back from the
+    engines after them."""
+    with unchanged(four), interrupted_stream(1), pytest.raises(KeyboardInterrupt):
+        four.update_weights(target("qwen3"), staging="stream")
+
+
+def test_stream_that_is_interrupted_in_the_last_engine(
+    llama: EnginePool, target: Callable[[str], Path]
+) -> None:
+    """No engine has all of the old weights. None serves before the next update."""
+    with interrupted_stream(1), pytest.raises(KeyboardInterrupt):
+        llama.update_weights(target("llama"), staging="stream")
+    assert states(llama) == ["unloaded"] * 2
+    with pytest.raises(NoWeights, match="KeyboardInterrupt"):
+        answers(llama)
+    llama.update_weights(target("llama"))
+    serves(llama, target("llama"))
 
 
 def test_a_leaf_of_a_stream(four: EnginePool, target: Callable[[str], Path]) -> None:
@@ -358,6 +397,24 @@ def test_the_engine_that_converts_fails_meanwhile(
         weights = scheduler_of(llama, index).leaves
         assert set().union(*(leaf.devices() for leaf in weights.values())) == {jax.devices()[index]}
     serves(llama, target("llama"))
+
+
+def test_the_first_engine_of_a_rolling_update_stays_out(
+    model_dir: Callable[[str], Path], target: Callable[[str], Path]
+) -> None:
+    """The error names it. The other engine serves on with its weights."""
+    params = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 60}
+    options = {"devices": 2, "warmup": "none", "restart": False}
+    with EnginePool(str(model_dir("llama")), **options, **SMALL) as pool, callers(1) as executor:
+        call = executor.submit(pool.generate_all, input_ids=PROMPTS * 2, sampling_params=params)
+        until(lambda: running(pool) == 8)
+        error = pytest.raises(WeightUpdateFailed, match="engine 0: Fault")
+        with failing_while_it_drains(pool, 0), error as caught:
+            pool.update_weights(target("llama"), strategy="rolling")
+        assert caught.value.engine_index == 0
+        assert [len(result["output_ids"]) for result in call.result(SECONDS)] == [60] * 8
+        assert states(pool) == ["quarantined", "serving"]
+        assert versions(pool) == {0}
 
 
 def test_one_engine_comes_back_while_the_other_is_out(

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from enginepool import EnginePool, InvalidRequest, NoWeights
-from tests.support.faults import hang_in_step
+from tests.support.faults import hang_in_commit, hang_in_step, scheduler_of
 from tests.support.forced import output_logits
 from tests.support.layouts import leaves, placed
 from tests.support.liveness import (
@@ -230,6 +231,59 @@ def test_drain_beside_one_paused_engine(micro: EnginePool, versions: list[Path])
             assert result["meta_info"]["weight_version"] == report.weight_version
 
 
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_changes_beside_one_paused_engine(
+    micro: EnginePool, versions: list[Path], mode: Any
+) -> None:
+    """An output of the paused engine alone goes on after the pause, and nothing waits for it. Only
+    a drain is refused, before any engine has changed."""
+    long = {**GREEDY, "max_new_tokens": 300}
+    engine = micro.engines[1]
+    with callers(2) as executor:
+        call = executor.submit(engine.generate, input_ids=[5, 6], sampling_params=long)
+        until(lambda: running(micro) == 1)
+        engine.pause_generation(mode)
+        try:
+            for number in (1, 2):
+                executor.submit(
+                    micro.update_weights,
+                    versions[number % 2],
+                    mode="retract",
+                    weight_version=number,
+                ).result(SECONDS)
+            with pytest.raises(InvalidRequest, match="engine 1 is paused"):
+                executor.submit(micro.update_weights, versions[1], strategy="rolling").result(
+                    SECONDS
+                )
+            executor.submit(micro.release_memory_occupation).result(SECONDS)
+            executor.submit(micro.resume_memory_occupation).result(SECONDS)
+        except TimeoutError:
+            micro.abort_request(abort_all=True)  # otherwise nothing ends
+            raise
+        assert micro.stats()["weight_version"] == 2
+        assert micro.checksum()
+        assert not call.done()
+        engine.continue_generation()
+        assert len(call.result(SECONDS)["output_ids"]) == 300
+
+
+def test_drain_of_a_paused_pool_whose_outputs_were_aborted(
+    micro: EnginePool, versions: list[Path]
+) -> None:
+    """They have ended, so there is nothing to wait for."""
+    with callers(1) as executor:
+        call = executor.submit(
+            micro.generate, input_ids=[5, 6], sampling_params={**GREEDY, "max_new_tokens": 400}
+        )
+        until(lambda: running(micro) == 1)
+        with paused(micro):
+            micro.abort_request(abort_all=True)
+            assert call.result(SECONDS)["meta_info"]["finish_reason"]["type"] == "abort"
+            micro.update_weights(versions[1], weight_version=1)
+    assert micro.stats()["weight_version"] == 1
+    until(lambda: at_rest(micro))
+
+
 def test_options(micro: EnginePool, versions: list[Path]) -> None:
     for options in (
         {"mode": "flush"},
@@ -270,6 +324,10 @@ def test_kv_cache(micro: EnginePool, versions: list[Path]) -> None:
         same(call.result(SECONDS), expected)
     report = micro.update_weights(versions[0], free_kv=True, weight_version=0)
     assert report.kv_bytes == dropped
+    micro.release_memory_occupation()
+    report = micro.update_weights(versions[0], free_kv=True, weight_version=0)
+    assert report.kv_bytes == 0
+    assert micro.resume_memory_occupation() == dropped
     with pytest.raises(InvalidRequest, match="release_weights"):
         micro.release_memory_occupation(("weights",))
 
@@ -299,6 +357,43 @@ def test_release_weights(micro: EnginePool, versions: list[Path]) -> None:
         results = call.result(SECONDS)
     assert_spans(results)
     assert_each_span_is_its_versions(PROMPTS, results, versions)
+
+
+def test_a_checksum_waits_for_a_swap(micro: EnginePool, versions: list[Path]) -> None:
+    """One engine has the new weights and another does not. That is no difference to report."""
+    old = micro.checksum(), micro.quick_checksum()
+    weights = scheduler_of(micro, 0).leaves
+    path = next(iter(weights))
+    first = weights[path]
+    hang = hang_in_commit(micro, 1)
+    with callers(3) as executor:
+        try:
+            swap = executor.submit(micro.update_weights, versions[1])
+            assert hang.begun.wait(SECONDS)
+            until(lambda: weights[path] is not first)
+            sums = [executor.submit(read) for read in (micro.checksum, micro.quick_checksum)]
+            wait(sums, timeout=1.0)  # they end only if they do not wait
+        finally:
+            hang.set()
+        report = swap.result(SECONDS)
+        assert sums[0].result(SECONDS) == report.staged == micro.checksum() != old[0]
+        assert sums[1].result(SECONDS) == micro.quick_checksum() != old[1]
+
+
+def test_requests_wait_for_their_engines_turn(micro: EnginePool, versions: list[Path]) -> None:
+    """After a release a rolling update brings weights. A request of the last engine alone is not
+    ended when the first engine has them."""
+    with callers(1) as executor:
+        call = executor.submit(
+            micro.engines[3].generate,
+            input_ids=[5, 6],
+            sampling_params={**GREEDY, "max_new_tokens": 100},
+        )
+        until(lambda: running(micro) == 1)
+        micro.release_weights()
+        micro.update_weights(versions[1], strategy="rolling", weight_version=1)
+        assert len(call.result(SECONDS)["output_ids"]) == 100
+    assert micro.generate(input_ids=[1])["meta_info"]["weight_version"] == 1
 
 
 def test_a_pause_waits_for_a_swap(micro: EnginePool, versions: list[Path]) -> None:

@@ -359,7 +359,7 @@ def test_a_model_that_does_not_fit_is_reported() -> None:
     [
         ("page_size", 0, "page_size=0: expected a count"),
         ("page_size", "big", "page_size='big': expected a count"),
-        ("mem_fraction_static", 88, "mem_fraction_static=88: expected 0 to 1"),
+        ("mem_fraction_static", 88, "mem_fraction_static=88: expected a number above 0"),
     ],
 )
 def test_values_that_cannot_be_computed_with(option: str, value: Any, words: str) -> None:

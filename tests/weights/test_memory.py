@@ -11,10 +11,14 @@ import jax
 import pytest
 from jax.sharding import PartitionSpec
 
-from enginepool import EnginePool
+from enginepool import EnginePool, WeightUpdateFailed
+from enginepool.engine.kv_cache import KVCache
+from enginepool.runtime import update
 from enginepool.runtime.statistics import memory
 from enginepool.weights import batches, conversion, parts
 from enginepool.weights.leaves import EngineLeaves
+from tests.runtime.test_swap_faults import broken_commit
+from tests.support.faults import scheduler_of
 from tests.support.forced import assert_greedy
 from tests.support.layouts import PROMPTS, answers, leaves, placed, tensors
 from tests.support.marks import slow
@@ -191,3 +195,75 @@ def test_every_layout_takes_a_leaf(
             assert device_bytes(jax.devices()) == before
     finally:
         pool.update_weights(model_dir("llama"), weight_version=0)
+
+
+@contextmanager
+def at_rebuilds(pool: EnginePool) -> Iterator[dict[int, int]]:
+    """By device, its bytes just before its KV cache is allocated again."""
+    seen: dict[int, int] = {}
+    rebuild = KVCache.rebuild
+
+    def looking(cache: KVCache) -> int:
+        (device,) = cache._runner.mesh.devices.flat
+        if cache.dropped:
+            seen[device.id] = device_bytes(devices_of(pool))[device.id]
+        return rebuild(cache)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(KVCache, "rebuild", looking)
+        yield seen
+
+
+@pytest.mark.parametrize("strategy", ["atomic", "rolling"])
+def test_free_kv_makes_room_for_the_second_set(
+    llama: EnginePool,
+    target: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    strategy: Any,
+) -> None:
+    """A device may have room for two sets or for the KV cache beside one. The second set comes when
+    the KV cache is gone. The KV cache comes back when the old set is gone."""
+    stage, staged = update.stage, []
+
+    def looking(plan: Any, workers: Any, copy: bool) -> Any:
+        staged.extend(worker.scheduler.kv_cache.dropped for worker in workers)
+        return stage(plan, workers, copy)
+
+    monkeypatch.setattr(update, "stage", looking)
+    gc.collect()
+    before = device_bytes(devices_of(llama))
+    with at_rebuilds(llama) as seen:
+        report = llama.update_weights(target("llama"), free_kv=True, strategy=strategy)
+    assert report.staging == "double"
+    assert staged == [True] * 2
+    assert seen == {device: size - report.kv_bytes // 2 for device, size in before.items()}
+
+
+@pytest.mark.parametrize("strategy", ["atomic", "rolling"])
+def test_free_kv_drops_a_set_that_is_not_used(
+    llama: EnginePool, target: Callable[[str], Path], strategy: Any
+) -> None:
+    """New weights cannot be put in place. The KV cache comes back when they are gone, all but the
+    few that the error's traceback holds."""
+    one_set = sum(leaf.nbytes for leaf in scheduler_of(llama, 0).leaves.values())
+    gc.collect()
+    before = device_bytes(devices_of(llama))
+    kv_bytes = llama.release_memory_occupation() // 2
+    llama.resume_memory_occupation()
+    with at_rebuilds(llama) as seen, broken_commit(llama, 0, 7), pytest.raises(WeightUpdateFailed):
+        llama.update_weights(target("llama"), free_kv=True, strategy=strategy)
+    assert seen
+    assert all(size - before[device] + kv_bytes < one_set / 2 for device, size in seen.items())
+
+
+def test_a_staged_copy_does_not_keep_the_source(
+    four: EnginePool, target: Callable[[str], Path]
+) -> None:
+    """Also if the source lies on the engines' devices in the model's layout."""
+    held = in_use(four)
+    tree = placed(leaves(target("qwen3")), PartitionSpec())
+    staged = four.stage_weights(tree, copy=True)
+    del tree
+    assert in_use(four) == held + 4 * staged.nbytes
+    staged.discard()
+    assert in_use(four) == held

@@ -14,8 +14,8 @@ class PrefillDelay:
     requests. The sum of both costs is smallest then (F. W. Harris, 1913, on the size of orders).
 
     A prefill is put off only under two conditions. More requests wait than there are free rows. And
-    another output ends soon: on average one ends every `length / running` steps, and that is less
-    than `running` steps, after which a single free row makes the prefill due.
+    another output ends soon. On average one ends every `length / running` steps. After `running`
+    steps a single free row makes the prefill due, so later is not soon.
     """
 
     def __init__(self) -> None:
