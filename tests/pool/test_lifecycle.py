@@ -138,7 +138,7 @@ def test_close_right_after_the_first_call_has_opened(unopened: MakeUnopened) -> 
         with callers(1) as other:
             other.submit(pool.close).result(SECONDS)
 
-    pool._lock = closed_next()  # type: ignore[assignment]
+    pool._lock = closed_next()
     with pytest.raises(PoolClosed, match="already closed"):
         pool.generate("a")
 
