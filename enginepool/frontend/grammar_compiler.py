@@ -127,6 +127,7 @@ class GrammarCompiler:
             try:
                 return job.done.result(_LOOKS_SECONDS)
             except TimeoutError:
+                self._check_open()  # a closed lane leaves jobs that arrive late
                 if caller_left():
                     raise CancelledError from None
             except _Refused as error:

@@ -14,7 +14,7 @@ import anyio.to_thread
 
 from enginepool.config import PoolConfig, Warmup, WhenFull
 from enginepool.devices import DeviceSpec
-from enginepool.errors import PoolClosed
+from enginepool.errors import InvalidRequest, PoolClosed
 from enginepool.pool.adapters import AdapterCalls
 from enginepool.pool.chat import ChatCalls
 from enginepool.pool.generate import GenerateCalls
@@ -25,7 +25,7 @@ from enginepool.pool.training import WeightCalls
 from enginepool.process.forks import PoolProcess
 from enginepool.runtime import statistics
 from enginepool.runtime.runtime import Runtime
-from enginepool.values import seconds
+from enginepool.values import is_int, plain, seconds, shown
 
 if TYPE_CHECKING:
     from enginepool.pool.tokenizer_manager import FrontEnd
@@ -156,6 +156,10 @@ class EnginePool(GenerateCalls, ChatCalls, ScoreCalls, SteeringCalls, WeightCall
             InvalidWeights: The checkpoint's files do not fit its configuration. `open()` may be
                 called again.
         """
+        self._open_once(on_engine)
+        return self
+
+    def _open_once(self, on_engine: Callable[[dict[str, Any]], None] | None = None) -> Runtime:
         self._check_process()
         with self._lock:
             if self._state is PoolState.CLOSED:
@@ -163,7 +167,7 @@ class EnginePool(GenerateCalls, ChatCalls, ScoreCalls, SteeringCalls, WeightCall
             if self._open_runtime is None:
                 self._open_runtime = self._opened(on_engine)
                 self._state = PoolState.OPEN
-        return self
+            return self._open_runtime
 
     @staticmethod
     def make_runtime(config: PoolConfig, name: str) -> Runtime:
@@ -247,11 +251,7 @@ class EnginePool(GenerateCalls, ChatCalls, ScoreCalls, SteeringCalls, WeightCall
     @property
     def runtime(self) -> Runtime:
         self._check_process()
-        runtime = self._open_runtime
-        if runtime is None:
-            runtime = self.open()._open_runtime
-        assert runtime is not None
-        return runtime
+        return self._open_runtime or self._open_once()  # another thread may close it meanwhile
 
     async def _async_runtime(self) -> Runtime:
         if self._open_runtime is None:
@@ -270,8 +270,17 @@ class EnginePool(GenerateCalls, ChatCalls, ScoreCalls, SteeringCalls, WeightCall
 
         Args:
             engine_index: The engine that runs its requests. None: all engines do.
+
+        Raises:
+            InvalidRequest: There is no such engine.
         """
-        runtime = self.runtime
+        runtime, engine_index = self.runtime, plain(engine_index)
+        last = len(runtime.workers) - 1
+        if not (engine_index is None or (is_int(engine_index) and 0 <= engine_index <= last)):
+            raise InvalidRequest(
+                f"engine_index={shown(engine_index)}: expected an integer from 0 to {last}, or "
+                "None for all engines"
+            )
         from enginepool.pool.tokenizer_manager import FrontEnd
 
         return FrontEnd(runtime, engine_index)

@@ -127,11 +127,12 @@ class FrontEnd:
             if _given(getattr(obj, name, None)):
                 raise InvalidRequest(f"{name} is not supported in a pool")
         return_logprob = _one_for_all("return_logprob", obj.return_logprob)
+        outputs_only = getattr(obj, "return_output_logprob_only", None)
         starts = _starts(obj.logprob_start_len)
-        if starts is not None and not return_logprob:
+        if starts is not None and (outputs_only or not return_logprob):
             raise InvalidRequest(
                 f"logprob_start_len={shown(obj.logprob_start_len)}, the first prompt token that is "
-                "scored, needs return_logprob=True"
+                "scored, needs return_logprob=True, without return_output_logprob_only"
             )
         extra_key = _one_for_all("extra_key", getattr(obj, "extra_key", None))
         if not isinstance(extra_key, str | None):
@@ -142,7 +143,7 @@ class FrontEnd:
             {
                 "input_ids": obj.input_ids,
                 "add_special_tokens": special_tokens,
-                "return_logprob": return_logprob,
+                "return_logprob": outputs_only or return_logprob,
                 "lora_path": getattr(obj, "lora_path", None),
                 "top_logprobs_num": _one_for_all("top_logprobs_num", obj.top_logprobs_num),
                 "token_ids_logprob": obj.token_ids_logprob,

@@ -8,7 +8,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from enginepool import RequestsFailed
+from enginepool import PoolClosed, PoolFailed, RequestsFailed
 from enginepool.ray.wire import Attempt
 
 # Prompts that share this many first tokens stay together.
@@ -187,9 +187,9 @@ class RayCall:
             RequestsFailed, PoolFailed, PoolClosed, InvalidRequest: As `EnginePool`'s calls.
         """
         results = [output.latest or {} for output in self.outputs]
+        if isinstance(self.failure, PoolFailed | PoolClosed):  # other calls may have it, too
+            raise type(self.failure)(str(self.failure), results=results)
         if self.failure is not None:
-            if hasattr(self.failure, "results"):
-                self.failure.results = results  # type: ignore[attr-defined]
             raise self.failure
         if raise_on_error:
             RequestsFailed.check(results)

@@ -99,7 +99,7 @@ class Fleet:
 
     async def close(self, error: EnginePoolError) -> None:
         self.closed = True
-        self.router.fail_all(lambda: error)
+        self.router.fail_all(error)
         others = self._tasks - {asyncio.current_task()}
         for task in others:
             task.cancel()
@@ -168,7 +168,7 @@ class Fleet:
     def _failed(self, host: HostLink) -> None:
         host.state = "failed"
         if self._none_left():
-            self.router.fail_all(self.failure)
+            self.router.fail_all(self.failure())
 
     def _none_left(self) -> bool:
         return all(host.state == "failed" for host in self.hosts)

@@ -78,10 +78,10 @@ class OutputRouter:
                 self._tell(host, "cancel", keys)
         self._forget(call)
 
-    def fail_all(self, error: Callable[[], Exception]) -> None:
-        """End every waiting call. Each raises a new error, made by `error`."""
+    def fail_all(self, error: Exception) -> None:
+        """End every waiting call. Each raises this error."""
         for call in list(self.calls):
-            call.fail(error())
+            call.fail(error)
             self._forget(call)
 
     def pump(self) -> None:
@@ -111,8 +111,8 @@ class OutputRouter:
                 self._tell(host, "submit", attempts, host.number)
 
     def _oldest(self, hosts: int) -> list[tuple[int, Output]]:
-        """The oldest waiting outputs. They have no more suspects than hosts could take, so that
-        suspects do not hold up the others."""
+        """The oldest waiting outputs, with at most one suspect for each host: more could not run
+        now, and would keep other outputs out of the window."""
         found: list[tuple[int, Output]] = []
         suspects = 0
         for number, output in self._waiting.items():

@@ -131,7 +131,7 @@ def _weights(runtime: Runtime) -> dict[int, EngineLeaves]:
 
 
 def _one(sums: dict[int, Any]) -> Any:
-    if len(set(sums.values())) > 1:
+    if len(set(map(repr, sums.values()))) > 1:  # NaN is not equal to itself, but its text is
         listed = ", ".join(f"engine {index}: {value}" for index, value in sums.items())
         raise EnginesDiffer(f"the engines' weights differ: {listed}", checksums=sums)
     return next(iter(sums.values()))

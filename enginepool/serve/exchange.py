@@ -17,7 +17,7 @@ from enginepool.dispatch.thinking import Thinking
 from enginepool.frontend.cancellation import in_thread
 from enginepool.frontend.score_input import prompt_entries
 from enginepool.serve.connections import while_present
-from enginepool.serve.error_replies import error_object, error_reply
+from enginepool.serve.error_replies import Refused, as_refused, error_object, error_reply
 from enginepool.serve.open_exchanges import OpenExchanges
 from enginepool.serve.options import ServeOptions
 from enginepool.serve.record import (
@@ -84,7 +84,7 @@ class Exchange:
         self.token_names: Callable[[int], str] = rendering.token_text
         self.sampled_as_top = self.reads_new = False
         self.watchers: list[Callable[[dict[str, Any]], None]] = []
-        self.failure: Exception | None = None
+        self.failure: Refused | None = None
         self._started = time.perf_counter()
         self._first_output_seconds: float | None = None
         self._outputs: AsyncIterator[Any] | None = None
@@ -102,8 +102,8 @@ class Exchange:
         try:
             response = await while_present(self._raw, reply())
         except Exception as error:
-            response = error_reply(error)
-            self.failure = error
+            self.failure = as_refused(error)
+            response = error_reply(self.failure)
         except BaseException:
             self.end(CLIENT_GONE)
             raise
@@ -151,7 +151,7 @@ class Exchange:
         self._first = await anext(self._outputs)
         if obj.stream:
             self._first_output_seconds = time.perf_counter() - self._started
-        raise_if_lost(self._first, nothing_yet=bool(obj.stream))
+        raise_if_lost(self._first, self.call, nothing_yet=bool(obj.stream))
 
     def _make_call(
         self,
@@ -181,7 +181,7 @@ class Exchange:
             async for output in self._outputs:
                 yield await self._with_token_names(output)
         except Exception as error:
-            self.failure = error
+            self.failure = as_refused(error)
             raise ValueError(str(error)) from error  # all of upstream's classes catch only this
 
     def stream(self, pieces: AsyncIterator[Any]) -> StreamingResponse:
@@ -197,7 +197,7 @@ class Exchange:
                 if piece != _DONE:
                     yield piece
         except Exception as error:  # upstream's parsers of calls and reasoning raise anything
-            self.failure = self.failure or error  # `generate_request` has the original
+            self.failure = self.failure or as_refused(error)  # `generate_request` has the original
         if (error := self._early_end()) is not None:
             yield f"data: {json.dumps(error_object(error))}\n\n"
         yield _DONE
@@ -221,7 +221,7 @@ class Exchange:
         )
         self._exchanges.ended(record, self.rids)
 
-    def _early_end(self) -> Exception | None:
+    def _early_end(self) -> Refused | None:
         if self.failure is None and self.call is not None:
             return cut_short(self.call)
         return self.failure

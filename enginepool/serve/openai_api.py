@@ -60,6 +60,7 @@ def router(service: Service) -> APIRouter:
     async def score(body: ScoreBody, raw: Request) -> Response:
         """sglang's: the probability of each label as the next token, after query and item."""
         with_ids(body, raw)
+        body.model = body.model or service.models.base
         exchange = service.score_exchange(raw)
         serving = Score(exchange)  # pyright: ignore[reportArgumentType]
         return await exchange.run(lambda: serving.reply(body, raw))

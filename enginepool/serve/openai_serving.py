@@ -195,9 +195,17 @@ class Chat(_Serving, OpenAIServingChat):
     _prompt_end = ""  # the text of its last tokens
 
     def _adapt(self: Any, body: Any) -> Any:
+        if body.continue_final_message and isinstance(body.messages[-1].content, list):
+            # Upstream encodes it after the template, as one string.
+            body.messages[-1].content = " ".join(part.text for part in body.messages[-1].content)
         adapted = super()._adapt(body)
-        ids = adapted.input_ids[-_LONGEST_MARK:]
-        self._prompt_end = self.tokenizer_manager.tokenizer.decode(ids).rstrip()
+        exchange: Exchange = self.tokenizer_manager
+        ids, params = adapted.input_ids, adapted.sampling_params
+        self._prompt_end = exchange.tokenizer.decode(ids[-_LONGEST_MARK:]).rstrip()
+        given = (params["max_new_tokens"], (body.custom_params or {}).get("max_new_tokens"))
+        if given == (None, None):  # as in OpenAI's server, only the context limits the answer
+            room = exchange.runtime.input_processor.limits.total - len(ids)
+            params["max_new_tokens"] = max(1, room)
         return adapted
 
     def _get_reasoning_from_request(self: Any, request: Any) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from enginepool.dispatch.request import Call, Request
-from enginepool.serve.error_replies import Refused, as_refused
+from enginepool.serve.error_replies import Refused
 
 CLIENT_GONE = 499  # the client has left; only the log reads it
 
@@ -98,7 +98,7 @@ def cut_short(call: Call) -> Refused | None:
     return None
 
 
-def raise_if_lost(output: Any, *, nothing_yet: bool) -> None:
+def raise_if_lost(output: Any, call: Call, *, nothing_yet: bool) -> None:
     """Raise if an output ended by a timeout, the drain or failing engines. An output that somebody
     aborted is returned, as upstream's are.
 
@@ -110,14 +110,13 @@ def raise_if_lost(output: Any, *, nothing_yet: bool) -> None:
         if reason.get("type") != "abort" or reason["err_type"] == "cancelled":
             continue
         if not (nothing_yet and one["output_ids"]):
-            raise ended_early(reason)
+            raise call.failure or ended_early(reason)
 
 
-def outcome_of(status: int, failure: Exception | None) -> str:
+def outcome_of(status: int, failure: Refused | None) -> str:
     """A word for metrics and the log."""
     if status == CLIENT_GONE:
         return "disconnected"
     if failure is not None:
-        refused = as_refused(failure)
-        return refused.code or ("refused" if refused.status < 500 else "error")
+        return failure.code or ("refused" if failure.status < 500 else "error")
     return "ok" if status < 400 else "refused"

@@ -37,6 +37,7 @@ def router(service: Service) -> APIRouter:
     @routes.post("/v1/responses", responses={**GENERATION_ERRORS, 200: reply})
     async def responses(body: ResponsesBody, raw: Request) -> Response:
         """OpenAI's responses. None is kept, so the whole conversation is the input."""
+        body.model = body.model or service.models.base
         exchange = service.exchange(raw)
         return await exchange.run(lambda: _reply(service, exchange, body, raw))
 

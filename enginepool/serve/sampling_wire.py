@@ -62,7 +62,7 @@ def _with_custom(params: Mapping[str, Any]) -> dict[str, Any]:
                 f"custom_params.{name}={described(value)} and {name}={described(taken[name])}: "
                 "give one of them"
             )
-    return taken | {name: value for name, value in custom.items() if name in NAMES}
+    return taken | {k: v for k, v in custom.items() if k in NAMES and v is not None}
 
 
 def _check_stop(stop: Any) -> None:

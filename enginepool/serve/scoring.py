@@ -11,6 +11,7 @@ from anyio.to_thread import run_sync
 from enginepool.dispatch.request import MAX_NAMED_IDS, Call
 from enginepool.dispatch.wait import async_wait_all, submitted
 from enginepool.errors import InvalidRequest
+from enginepool.serve.error_replies import as_refused
 from enginepool.serve.exchange import Exchange
 from enginepool.serve.record import cut_short
 from enginepool.serve.request_limits import MAX_VALUES
@@ -49,7 +50,7 @@ class ScoreExchange(Exchange):
                 self.call = await run_sync(self._make_score_call, prompts, labels)
             await self._wait(self.call)
         except Exception as error:
-            self.failure = error
+            self.failure = as_refused(error)
             raise ValueError(str(error)) from error  # upstream's class catches only this
         values = [
             value

@@ -20,7 +20,7 @@ from enginepool.frontend import grammar_compiler, grammar_trial
 from enginepool.frontend.cancellation import in_thread
 from enginepool.frontend.grammar_compiler import GrammarCompiler
 from enginepool.frontend.grammar_helper import NobodyWaits
-from enginepool.frontend.grammar_lane import Job
+from enginepool.frontend.grammar_lane import Job, Lane
 from enginepool.frontend.grammar_trial import Trial
 from enginepool.frontend.tokenizer import Tokenizer
 from tests.support.grammars import HOSTILE, form_of, without_end
@@ -101,6 +101,31 @@ def test_a_slow_grammar_delays_no_other(
         for call in forever:
             with pytest.raises(PoolClosed):
                 call.result(SECONDS)
+
+
+def test_a_grammar_that_comes_while_the_pool_closes(tokenizer: Tokenizer) -> None:
+    """Its caller does not wait for ever."""
+
+    class Closing(GrammarCompiler):
+        """Another thread closes it when a caller has found the lane."""
+
+        def _first_lane(self) -> Lane:
+            lane = super()._first_lane()
+            self.close()
+            return lane
+
+    raised: list[type] = []
+
+    def compile_one() -> None:
+        try:
+            Closing(tokenizer, 272, {}, "tested").compile(GrammarSource.of("regex", "a"))
+        except Exception as error:
+            raised.append(type(error))
+
+    caller = threading.Thread(target=compile_one, daemon=True)
+    caller.start()
+    caller.join(SECONDS)
+    assert raised == [PoolClosed]
 
 
 @pytest.mark.usefixtures("unlimited")

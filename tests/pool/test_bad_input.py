@@ -298,6 +298,13 @@ def room_of(pool: EnginePool, prompt: list[int]) -> int:
     return int(str(caught.value).split("ask for at most ")[1].split()[0])
 
 
+@pytest.mark.parametrize("index", [-1, 4, True, 1.0, "0"])
+def test_engines_that_do_not_exist(pool: EnginePool, index: Any) -> None:
+    """A front end of such an engine is refused. Its requests would wait for ever."""
+    word = f"engine_index={index!r}"
+    refused(pool, lambda: pool.front_end(index), word, "from 0 to 3", prompt=None)
+
+
 def test_room_is_exact(make_pool: MakePool, pool: EnginePool) -> None:
     """The room that an error names is right to the last token, whether the limit is the context
     or an engine's KV cache. One token more is refused."""

@@ -9,7 +9,8 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,24 @@ def test_close_before_open(unopened: MakeUnopened) -> None:
     pool.close()
     with pytest.raises(PoolClosed):
         pool.open()
+
+
+def test_close_right_after_the_first_call_has_opened(unopened: MakeUnopened) -> None:
+    """Another thread's `close` has waited for the opening. The call raises PoolClosed."""
+    pool = unopened()
+    lock = pool._lock
+
+    @contextmanager
+    def closed_next() -> Iterator[None]:
+        with lock:
+            yield
+        pool._lock = lock
+        with callers(1) as other:
+            other.submit(pool.close).result(SECONDS)
+
+    pool._lock = closed_next()
+    with pytest.raises(PoolClosed, match="already closed"):
+        pool.generate("a")
 
 
 def test_close_from_several_threads(unopened: MakeUnopened) -> None:

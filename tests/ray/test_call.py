@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from enginepool import PoolFailed, RequestsFailed
+from enginepool import PoolClosed, PoolFailed, RequestsFailed
 from enginepool.ray.call import Output, RayCall
 from enginepool.ray.wire import News, pack_tree, unpack_tree
 
@@ -63,6 +63,18 @@ def test_a_suspect_reports_at_once_that_it_continues() -> None:
     assert first is not None
     assert again is not None
     assert first["stream_interval"] > again["stream_interval"] == 1
+
+
+def test_calls_that_fail_together_have_their_own_results() -> None:
+    error, calls = PoolClosed("the pool was closed"), [call_of(1), call_of(2)]
+    for call in calls:
+        call.fail(error)
+    caught = []
+    for call in calls:
+        with pytest.raises(PoolClosed, match="was closed") as raised:
+            call.results()
+        caught.append(raised.value)
+    assert [len(one.results) for one in caught] == [1, 2]
 
 
 def test_an_output_that_takes_two_hosts_down_is_poison() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from enginepool.serve.stream_parsers import Calls, Reasoning, cut_calls
+from tests.support.liveness import until
 from tests.support.marks import slow
 from tests.support.pools import MakePool
 from tests.support.servers import Running, serving
@@ -250,13 +251,18 @@ def test_a_token_is_named_once(server: Running, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("error", [ValueError("broken"), RuntimeError("broken")])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_parser_that_fails(
-    server: Running, monkeypatch: pytest.MonkeyPatch, error: Exception, stream: bool
+    server: Running,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: Exception,
+    stream: bool,
 ) -> None:
-    """The last chunk is an error object. A reply is one, too."""
+    """The last chunk is an error object. A reply is one, too. The log has one traceback."""
 
     def fail(*_: Any, **__: Any) -> Any:
         raise error
 
+    caplog.set_level("INFO", "enginepool")
     monkeypatch.setattr("enginepool.serve.chat_stream.Calls.of", fail)
     monkeypatch.setattr("enginepool.serve.openai_serving.cut_calls", fail)
     body = {
@@ -272,6 +278,8 @@ def test_a_parser_that_fails(
     assert reply.status_code == (200 if stream else 500)
     assert json.loads(told)["error"]["type"] == "server_error"
     assert "broken" not in told
+    until(lambda: any(record.msg == "enginepool.request" for record in caplog.records))
+    assert [r.msg for r in caplog.records].count("enginepool.internal_error") == 1
 
 
 # Outputs of models: names and arguments of calls, after some text.

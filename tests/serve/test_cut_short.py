@@ -14,7 +14,9 @@ import pytest
 from enginepool import EnginePool
 from tests.serve.test_command import FEW_PROGRAMS, process
 from tests.serve.test_native import samples
+from tests.support.faults import raise_in_step
 from tests.support.liveness import SECONDS, callers, paused, running, until, waiting
+from tests.support.pools import MakePool
 from tests.support.servers import Running, generate, serving
 
 SUM = "12+7="
@@ -195,6 +197,26 @@ def test_replies(
         assert reply.json()["error"]["code"] == OUTCOMES[how]
     assert ("retry-after" in reply.headers) == (how == "drain")
     logged(caplog, how)
+
+
+def test_no_engine_is_left(make_pool: MakePool) -> None:
+    """A stream without a token gets the status that a reply without a stream gets."""
+    pool = make_pool("toy", 1, restart=False)
+    bodies = {**BODIES, "/v1/responses": RESPONSES}
+    with serving(pool) as one, one.http() as client, callers(2 * len(bodies)) as threads:
+        with paused(pool):
+            sent = [
+                threads.submit(client.post, path, json=body | {"stream": stream})
+                for path, body in bodies.items()
+                for stream in (False, True)
+            ]
+            until(lambda: waiting(pool) == len(sent))
+            raise_in_step(pool, 0)
+        replies = [one.result() for one in sent]
+    for reply in replies:
+        assert reply.status_code == 503, reply.text
+        assert reply.json()["error"]["code"] == "no_engine"
+        assert reply.headers["retry-after"] == "10"
 
 
 def test_a_request_that_never_ran_counts_no_tokens(

@@ -68,6 +68,11 @@ IGNORED: list[tuple[str, dict[str, Any], str]] = [
     (GENERATE, {"logprob_start_len": 0}, "return_logprob"),
     (
         GENERATE,
+        {"logprob_start_len": 0, "return_logprob": True, "return_output_logprob_only": True},
+        "without return_output_logprob_only",
+    ),
+    (
+        GENERATE,
         {"text": [SUM, SUM], "return_logprob": True, "logprob_start_len": [-1, 0]},
         "for every prompt",
     ),

@@ -275,6 +275,36 @@ def test_models(plain: Running) -> None:
         client.models.retrieve("other")
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": SUM}),
+        ("/v1/chat/completions", {"messages": CHAT}),
+        ("/v1/responses", {"input": SUM}),
+        ("/v1/score", {"query": SUM, "items": [""], "label_token_ids": [49]}),
+    ],
+)
+def test_a_reply_names_the_model(plain: Running, path: str, body: dict[str, Any]) -> None:
+    """A request that names none gets the model that is served."""
+    (card,) = plain.openai().models.list().data
+    with plain.http() as client:
+        assert client.post(path, json=body).json()["model"] == card.id
+        if path not in ("/v1/score",):
+            lines = client.post(path, json=body | {"stream": True}).text.splitlines()
+            chunk = json.loads(next(line for line in lines if line.startswith("data: "))[6:])
+            assert chunk.get("response", chunk)["model"] == card.id
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+def test_only_the_context_limits_an_answer(plain: Running, path: str) -> None:
+    """Without a limit of its own, as in OpenAI's server."""
+    said = {"input": SUM} if path == "/v1/responses" else {"messages": CHAT}
+    with plain.http() as client:
+        longest = client.get("/v1/models").json()["data"][0]["max_model_len"]
+        reply = client.post(path, json={"ignore_eos": True, **said}).json()
+    assert reply["usage"]["total_tokens"] == longest
+
+
 def test_abort_shows_in_the_reply(one_sum: EnginePool) -> None:
     """A request that takes longer than the server allows gets a 504, or in a stream the finish
     reason."""
@@ -321,6 +351,20 @@ def test_text_parts(one_sum: EnginePool, template: str) -> None:
     assert [one.choices[0].message.content for one in made] == ["19", "19"]
     tokens = [one.usage.prompt_tokens for one in made if one.usage]
     assert tokens == [len(tokenizer(rendered(("user", SUM)))["input_ids"])] * 2
+
+
+def test_an_answer_is_continued(plain: Running) -> None:
+    """From a string or from text parts."""
+    made = []
+    for begun in ("1", [{"type": "text", "text": "1"}]):
+        turns = [*CHAT, {"role": "assistant", "content": begun}]
+        body = {"messages": turns, "continue_final_message": True, "temperature": 0}
+        with plain.http() as client:
+            reply = client.post("/v1/chat/completions", json=body)
+        assert reply.status_code == 200, reply.text
+        made.append(reply.json())
+    assert [one["choices"][0]["message"]["content"] for one in made] == ["9", "9"]
+    assert made[0]["usage"] == made[1]["usage"]
 
 
 def test_calls_without_content(plain: Running) -> None:

@@ -136,6 +136,9 @@ def test_bodies_of_other_rl_stacks(administered: Running) -> None:
             for params in (inside, wild | {"sampling_seed": 7}, wild)
         ]
         assert said[0] == said[1] != said[2]
+        nothing = {"max_new_tokens": 1, "custom_params": {"max_new_tokens": None}}
+        reply = post(client, "/generate", {"text": SUM, "sampling_params": nothing})
+        assert reply["meta_info"]["completion_tokens"] == 1
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])

@@ -48,6 +48,14 @@ def test_generate(plain: Running, start: int) -> None:
     assert len(meta["output_token_logprobs"]) == 3
 
 
+def test_generate_without_scores(plain: Running) -> None:
+    """sglang's `return_output_logprob_only`: the output's log-probabilities."""
+    body = {"text": SUM, "return_output_logprob_only": True, "sampling_params": {"temperature": 0}}
+    meta = post(plain, "/generate", body)["meta_info"]
+    assert [entry[2] for entry in meta["output_token_logprobs"]] == ["1", "9", "<|im_end|>"]
+    assert "input_token_logprobs" not in meta
+
+
 def test_generate_with_named_ids(plain: Running) -> None:
     """sglang's `token_ids_logprob` for prompt and output, with texts. Null means no log-
     probabilities."""

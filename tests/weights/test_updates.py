@@ -1,5 +1,6 @@
 """New weights: what is refused, partial updates, and reading weights."""
 
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -171,6 +172,19 @@ def test_perturb(llama: EnginePool, model_dir: Callable[[str], Path]) -> None:
     assert (llama.checksum(), llama.quick_checksum()) == sums
     llama.perturb_weights(seed=3, scale=0.01, num_leaves=2)
     assert llama.checksum() == first
+
+
+def test_checksums_of_nan(llama: EnginePool, model_dir: Callable[[str], Path]) -> None:
+    """Engines with the same NaN do not differ."""
+    name = "model.embed_tokens.weight"
+    value = np.full_like(tensors(model_dir("llama"))[name], np.nan)
+    llama.update_weights({name: value}, strict=False)
+    try:
+        assert len(llama.engines) > 1
+        assert llama.checksum()
+        assert math.isnan(llama.quick_checksum())
+    finally:
+        llama.update_weights(model_dir("llama"))
 
 
 @pytest.mark.filterwarnings("error")
