@@ -56,8 +56,9 @@ def traced(make: Callable[..., jax.Array], tensors: Sequence[Any]) -> Converter:
     (shape,) = (spec.shape for spec in program.out_avals)
     steps = f"{program} {program.consts}"
     make_all = lambda *arrays: tuple(run(*arrays))  # noqa: E731
-    known = {"swaps" if len(tensors) == 1 else "stacks": _swaps(program.jaxpr)}
-    return Converter(steps, shape, not program.eqns, make_all, **known)
+    how = _swaps(program.jaxpr)
+    swaps, stacks = (how, None) if len(tensors) == 1 else (None, how)
+    return Converter(steps, shape, not program.eqns, make_all, swaps=swaps, stacks=stacks)
 
 
 @jax.jit

@@ -159,8 +159,9 @@ class Quantizer:
             sums = part_sums_in_stack(expert, index, len(experts), sharding, turned=swapped)
             return integers, scale, errors, sums
 
-        *made, sums = jax.lax.map(quantize, jnp.arange(len(experts)))
-        return *self.finished(*made, -2), jnp.sum(sums, axis=0, dtype=jnp.uint32)
+        integers, scale, errors, sums = jax.lax.map(quantize, jnp.arange(len(experts)))
+        sums = jnp.sum(sums, axis=0, dtype=jnp.uint32)
+        return *self.finished(integers, scale, errors, -2), sums
 
     def quantized(
         self, matrix: jax.Array, scales: Any
