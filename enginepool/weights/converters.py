@@ -31,6 +31,9 @@ class Converter:
             temporary memory.
         swaps: Whether the leaf is its only tensor with the last two axes exchanged. False if it is
             that tensor with its axes in order. Both may include one cast. None otherwise.
+        stacks: As `swaps`, for a leaf that is the `stack` of several tensors.
+        one_by_one: Whether it is called with functions that return the tensors. So it need not have
+            all of them at once.
     """
 
     steps: str
@@ -39,8 +42,10 @@ class Converter:
     _make: Callable[..., tuple[jax.Array, ...]] = field(compare=False, repr=False)
     in_turn: bool = False
     swaps: bool | None = None
+    stacks: bool | None = None
+    one_by_one: bool = False
 
-    def __call__(self, *tensors: jax.Array) -> tuple[jax.Array, ...]:
+    def __call__(self, *tensors: Any) -> tuple[jax.Array, ...]:
         return self._make(*tensors)
 
 
@@ -51,17 +56,27 @@ def traced(make: Callable[..., jax.Array], tensors: Sequence[Any]) -> Converter:
     (shape,) = (spec.shape for spec in program.out_avals)
     steps = f"{program} {program.consts}"
     make_all = lambda *arrays: tuple(run(*arrays))  # noqa: E731
-    return Converter(steps, shape, not program.eqns, make_all, swaps=_swaps(program.jaxpr))
+    how = _swaps(program.jaxpr)
+    swaps, stacks = (how, None) if len(tensors) == 1 else (None, how)
+    return Converter(steps, shape, not program.eqns, make_all, swaps=swaps, stacks=stacks)
+
+
+@jax.jit
+def stack(*tensors: jax.Array) -> jax.Array:
+    """Stack tensors along a new first axis. `_swaps` finds this step by its name."""
+    return jnp.stack(tensors)
 
 
 def _swaps(program: Any) -> bool | None:
-    """See `Converter.swaps`."""
-    if len(program.invars) != 1:
-        return None
-    (value,) = program.invars
+    """See `Converter.swaps` and `Converter.stacks`."""
+    (value, *more), eqns = program.invars, program.eqns
+    if more:
+        if not eqns or eqns[0].params.get("name") != "stack" or eqns[0].invars != program.invars:
+            return None
+        (value,), eqns = eqns[0].outvars, eqns[1:]
     unchanged = list(range(value.aval.ndim))
     order, casts = unchanged, 0
-    for each in program.eqns:
+    for each in eqns:
         if each.invars != [value]:
             return None
         if each.primitive.name == "transpose":
@@ -129,12 +144,12 @@ def make_leaves(
     """Make leaves inside a program, each from a group of tensors.
 
     Args:
-        join: Called with each entry of a group when the converter's turn comes. Returns the
-            tensor.
+        join: Called with each entry of a group when the converter needs it. Returns the tensor.
     """
     made: list[tuple[jax.Array, ...]] = []
     for make, group in zip(converters, groups, strict=True):
         if make.in_turn and made:
             group, made[-1] = jax.lax.optimization_barrier((group, made[-1]))
-        made.append(make(*map(join, group)))
+        tensors = [functools.partial(join, entry) for entry in group]
+        made.append(make(*(tensors if make.one_by_one else [tensor() for tensor in tensors])))
     return made

@@ -105,6 +105,27 @@ def part_sums(array: jax.Array, sharding: Sharding, *, turned: bool = False) -> 
     return jnp.stack(sums)
 
 
+def part_sums_in_stack(
+    array: jax.Array, index: jax.Array, count: int, sharding: Sharding, *, turned: bool
+) -> jax.Array:
+    """What an array adds to the `part_sums` of a stack of arrays.
+
+    Args:
+        index, count: The array's index in the stack, and how many arrays are stacked.
+        sharding: The sharding of the stack.
+        turned: Whether the array has its axes exchanged.
+    """
+    sums = []
+    shape = array.shape[::-1] if turned else array.shape
+    for (start, stop, _), *cut in distinct_boxes((count, *shape), sharding):
+        box = cut[::-1] if turned else cut
+        part = jax.lax.slice(array, *zip(*box, strict=True))[None]
+        whole = (stop - start, *part.shape[1:])
+        added = weighted_sum(part, (index - start, 0, 0), whole, turned=turned)
+        sums.append(jnp.where((start <= index) & (index < stop), added, 0))
+    return jnp.stack(sums)
+
+
 @functools.lru_cache(maxsize=4096)
 def distinct_boxes(shape: tuple[int, ...], sharding: Sharding) -> tuple[Box, ...]:
     """The boxes of an array's distinct parts, sorted by their places in it."""
@@ -173,7 +194,7 @@ def weighted_sum(
 
     def place(axis: int) -> jax.Array:
         index = jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
-        return index if begin is None else index + begin[axis].astype(jnp.uint32)
+        return index if begin is None else index + jnp.uint32(begin[axis])
 
     axes = list(range(words.ndim))
     if turned:

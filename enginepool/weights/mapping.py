@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
@@ -34,7 +33,7 @@ from enginepool.errors import EnginePoolError
 from enginepool.process.host_state import no_progress_bars
 from enginepool.process.upstream import expect
 from enginepool.weights.arrays import jax_dtype, outside_meshes
-from enginepool.weights.converters import Converter, traced
+from enginepool.weights.converters import Converter, stack, traced
 from enginepool.weights.placement import place
 
 # Puts the tensor of this name into the sharding that a step of the conversion wants.
@@ -256,7 +255,7 @@ class _FedLoader(WeightLoader):
             raise EnginePoolError("redundant experts are not supported by update_weights")
         # Stacked on the engine's own mesh; `convert` then puts it into the leaf's sharding.
         whole = NamedSharding(self.mesh, PartitionSpec())
-        stacked = jnp.stack([self._put(key, whole) for key in expected_hf_keys])
+        stacked = stack(*(self._put(key, whole) for key in expected_hf_keys))
         return stacked.swapaxes(-1, -2) if do_transpose else stacked
 
 

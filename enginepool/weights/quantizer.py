@@ -6,6 +6,7 @@ which makes other integers. Here every program multiplies.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from enginepool.weights.converters import Converter, convert
-from enginepool.weights.fingerprint import distinct_boxes, part_sums
+from enginepool.weights.fingerprint import distinct_boxes, part_sums, part_sums_in_stack
 from enginepool.weights.placement import first_of, place, place_all
 from enginepool.weights.rounding_error import OutputErrors, output_errors, rounding_error
 
@@ -52,13 +53,19 @@ class Quantizer:
         Args:
             axis: The axis of the inputs in the matrix: -2 as in the model, or -1.
         """
+        return self.finished(*self._unfinished(make, tensors, axis), axis)
+
+    def _unfinished(
+        self, make: Any, tensors: Any, axis: int
+    ) -> tuple[jax.Array, jax.Array, OutputErrors]:
+        """The integers, the scales and the errors, as `finished` takes them."""
         if self.dtype != np.float32 and any(each.dtype != self.dtype for each in tensors):
             # The barrier keeps the compiler from leaving out the cast to the matrix's dtype.
             tensors, make = (jax.lax.optimization_barrier(make(*tensors)),), lambda made: made
         wide = lambda *tensors: make(*tensors).astype(jnp.float32)  # noqa: E731
         scale = self.scale(jnp.abs(wide(*tensors)).max(axis=axis, keepdims=True))
         integers, errors = self.rounded(wide, tensors, scale, axis)
-        return self.finished(integers, scale, errors, axis)
+        return integers, scale, errors
 
     def scale(self, largest: jax.Array) -> jax.Array:
         """The scale of outputs whose largest elements, without their signs, are these."""
@@ -115,6 +122,11 @@ class Quantizer:
             transposes: Whether the converter transposes. If so, its result is transposed back, and
                 the compiler drops both.
         """
+        parts = distinct_boxes(self.shape, sharding)
+        steps = f"{converter.steps}, quantized: {self.to} {self.turned} {self.scales} {parts}"
+        if converter.stacks is not None:
+            one_by_one = functools.partial(self._one_by_one, sharding, converter.stacks)
+            return Converter(steps, None, False, one_by_one, in_turn=True, one_by_one=True)
         axis = -1 if transposes else -2
 
         def make(*tensors: jax.Array) -> jax.Array:
@@ -125,9 +137,31 @@ class Quantizer:
             matrix = make(*jax.lax.optimization_barrier(tensors))
             return *self(make, tensors, axis), part_sums(matrix, sharding, turned=transposes)
 
-        parts = distinct_boxes(self.shape, sharding)
-        steps = f"{converter.steps}, quantized: {self.to} {self.turned} {self.scales} {parts}"
         return Converter(f"{steps} {transposes}", None, False, make_all, in_turn=True)
+
+    def _one_by_one(
+        self, sharding: Sharding, swapped: bool, *tensors: Callable[[], jax.Array]
+    ) -> tuple[jax.Array, ...]:
+        """What the converter of `after` makes, for a stack of experts. A loop quantizes one after
+        the other, so that the stack exists in integers only, and one expert is compiled for all.
+
+        Args:
+            swapped: Whether the tensors have their axes exchanged.
+        """
+        axis = -1 if swapped else -2
+        experts = [lambda tensor=tensor: tensor().astype(self.dtype) for tensor in tensors]
+
+        def quantize(index: jax.Array) -> tuple[Any, ...]:
+            # The barrier keeps the compiler from leaving out the cast to the matrix's dtype.
+            expert = jax.lax.optimization_barrier(jax.lax.switch(index, experts))
+            integers, scale, errors = self._unfinished(lambda own: own, (expert,), axis)
+            integers = integers.swapaxes(-1, -2) if swapped else integers
+            sums = part_sums_in_stack(expert, index, len(experts), sharding, turned=swapped)
+            return integers, scale, errors, sums
+
+        integers, scale, errors, sums = jax.lax.map(quantize, jnp.arange(len(experts)))
+        sums = jnp.sum(sums, axis=0, dtype=jnp.uint32)
+        return *self.finished(integers, scale, errors, -2), sums
 
     def quantized(
         self, matrix: jax.Array, scales: Any

@@ -251,6 +251,17 @@ def test_experts_in_int8_compile() -> None:
     assert (code, len(report["programs"])) == (0, 1), said
 
 
+@pytest.mark.timeout(900)
+@needs_libtpu
+def test_experts_become_int8_one_after_the_other() -> None:
+    """So no program has a stack of them in the model's dtype."""
+    asked = ["--quantization", "int8.yaml", "--topology", "v4-8", "--kind", "convert"]
+    code, report, said = check(*asked, model="Qwen3-30B-A3B")
+    assert code == 0, said
+    an_expert = 768 * 2048 * 4
+    assert max(program["temporaries"] for program in report["programs"]) < 2 * an_expert
+
+
 @needs_libtpu
 def test_several_steps_a_dispatch_compile() -> None:
     """The loop on the device takes over KV cache and state, as a single step does."""

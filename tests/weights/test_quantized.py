@@ -314,7 +314,7 @@ def test_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         EnginePool(str(narrow), devices=1, **SMALL, **WEIGHTS).open()
     monkeypatch.setitem(QWEN3_MOE, "moe_intermediate_size", 128)
     models = [make_random_model(tmp_path / str(seed), "qwen3_moe", seed) for seed in (1, 2)]
-    with EnginePool(str(models[0]), devices=2, warmup="none", **SMALL, **WEIGHTS) as pool:
+    with EnginePool(str(models[0]), devices=4, warmup="none", **SMALL, **WEIGHTS) as pool:
         has(pool, models[0])
         serves_quantized(pool, models[0])
         check_errors(pool.stats()["start"]["quantized"], tensors(models[0]))
@@ -327,6 +327,9 @@ def test_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             checksums.append(pool.checksum())
         assert checksums[0] == checksums[2] != checksums[1]
         assert not [event for event in pool.events() if event["event"] == "engine_quarantined"]
+        mapping, path = scheduler_of(pool, 0).hugging_face, "model.layers.0.mlp.wi_1"
+        its = {name: tensors(models[0])[name] for name in mapping.names[path]}
+        assert mapping.converter(path, its).stacks  # so they are quantized one after the other
         odd = {name: value.copy() for name, value in tensors(models[0]).items()}
         odd["model.layers.0.mlp.experts.2.up_proj.weight"][3, 5] = np.inf
         report = pool.update_weights(odd)
