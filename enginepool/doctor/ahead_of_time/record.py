@@ -221,8 +221,8 @@ def _to_take_over(kind: str, lowered: Any) -> tuple[Any, Any]:
     """The arguments that a program donates, without the KV cache, and its other arguments. Both are
     empty unless it is steady decode's (engine/steady/program.py), or loads an adapter."""
     if kind == "steady":
-        (leaves, sampler, _, state, *others), _ = lowered.args_info
-        return state, (leaves, sampler, others)
+        (leaves, _, state, *others), _ = lowered.args_info
+        return state, (leaves, others)
     if kind in ("tally", "write_adapter"):
         (state, *others), _ = lowered.args_info
         return state, others
@@ -236,6 +236,8 @@ def _described(function: str, args: tuple[Any, ...]) -> tuple[str, str]:
             rows = arg.names.shape[0]
             if function == "step":
                 return "steady", f"batch {rows}"
+            if function == "first_tokens":
+                return "sampler", f"batch {rows}"
             return "prefill", f"{bucket_of(args[-1], rows)} tokens, batch {rows}"
         mode = getattr(arg, "forward_mode", None)
         if mode is not None:

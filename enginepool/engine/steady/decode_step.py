@@ -44,7 +44,7 @@ def build_step(
 ) -> OnAnyDevice:
     # The program outlives a closed engine. So it must not hold the runner or an array.
     forward = Forward(runner, programs, kv_slots, routing)
-    sample = Sample(runner, programs)
+    sample = Sample(runner)
     mesh = runner.mesh.abstract_mesh
 
     one = _build_one_step(mesh, forward, sample)
@@ -52,7 +52,6 @@ def build_step(
     @partial(jax.jit, donate_argnames=("kv", "state"))
     def step(
         leaves: list[jax.Array],
-        sampler: list[jax.Array],
         kv: list[jax.Array],
         state: DecodeState,
         sent: SentBatch,
@@ -64,7 +63,7 @@ def build_step(
         state = _with_new_rows(mesh, state, sent.numbers, samples, new_rows > 0)
         batch = unpack(mesh, sent, rows, rest_of(sent.numbers, rows).reshape(rows, -1))
         if most_steps == 1:
-            state, kv, sampled = one(leaves, sampler, kv, state, batch)
+            state, kv, sampled = one(leaves, kv, state, batch)
             return state, kv, jax.tree.map(lambda array: array[None], sampled)
 
         def goes_on(carried: Any) -> jax.Array:
@@ -73,7 +72,7 @@ def build_step(
 
         def another(carried: Any) -> Any:
             done, state, kv, sampled = carried
-            state, kv, new = one(leaves, sampler, kv, state, batch)
+            state, kv, new = one(leaves, kv, state, batch)
             sampled = jax.tree.map(
                 lambda a, b: jax.lax.dynamic_update_index_in_dim(a, b, done, axis=0), sampled, new
             )
@@ -94,7 +93,6 @@ def build_step(
 def _build_one_step(mesh: AbstractMesh, forward: Forward, sample: Sample) -> Callable[..., Any]:
     def one(
         leaves: list[jax.Array],
-        sampler: list[jax.Array],
         kv: list[jax.Array],
         state: DecodeState,
         batch: DeviceBatch,
@@ -105,7 +103,7 @@ def _build_one_step(mesh: AbstractMesh, forward: Forward, sample: Sample) -> Cal
             leaves, kv, ids, lengths, batch.block_table, batch.adapters
         )
         output = penalise_and_mask(output, batch, state.tallies, lengths)
-        ids, sampled = sample(sampler, output, positions, batch)
+        ids, sampled = sample(output, positions, batch)
         counted = state.tallies.at[jnp.arange(len(ids)), ids].add(1)
         tallies = put(mesh, counted, None, None)
         goes_on = (lengths > 0) & ~_ended(ids, lengths + 1, batch.limits)

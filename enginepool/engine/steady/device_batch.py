@@ -12,7 +12,6 @@ from enginepool.lora.adapter import NO_SLOT
 
 if TYPE_CHECKING:
     import jax
-    from sgl_jax.srt.sampling.sampling_batch_info import SamplingMetadata
     from sgl_jax.srt.sampling.sampling_params import SamplingParams
 
     from enginepool.dispatch.request import Request
@@ -80,14 +79,30 @@ class SentBatch(NamedTuple):
     mask: jax.Array
 
 
+class SamplingColumns(NamedTuple):
+    """The sampling parameters of a batch, by row, with the names that upstream's sampler reads.
+
+    Attributes:
+        temperatures: In a column, [rows, 1].
+        top_ks: 1 for a greedy row.
+        top_ps: 1 or more keeps every id.
+    """
+
+    temperatures: jax.Array
+    top_ks: jax.Array
+    top_ps: jax.Array
+    min_ps: jax.Array
+    seeds: jax.Array
+
+
 class DeviceBatch(NamedTuple):
     """The part of a batch that a step reads and does not change.
 
     Attributes:
         limits, penalties: See `RowTable`.
         block_table: By row: its KV pages.
-        sampling: The arguments of upstream's sampler, without positions and mask. `do_penalties`
-            says whether a row has penalties or a grammar.
+        sampling: See `SamplingColumns`.
+        penalised: Whether a row has penalties or a grammar.
         top: Whether a row wants the most probable ids.
         named: Whether a row names ids whose log-probabilities it wants.
         names: By row: these ids.
@@ -99,7 +114,8 @@ class DeviceBatch(NamedTuple):
     limits: jax.Array
     penalties: Penalties
     block_table: jax.Array
-    sampling: SamplingMetadata
+    sampling: SamplingColumns
+    penalised: jax.Array
     top: jax.Array
     named: jax.Array
     names: jax.Array

@@ -25,7 +25,7 @@ from enginepool.engine.steady.device_batch import (
     SentBatch,
 )
 from enginepool.engine.steady.penalties import Penalties
-from enginepool.engine.steady.sample import sampling_metadata
+from enginepool.engine.steady.sample import sampling_columns
 
 _FLAGS = len(Features._fields)
 
@@ -61,6 +61,13 @@ def limits_of(numbers: jax.Array, rows: int) -> jax.Array:
     return _table(numbers, rows)[:, LIMITS]
 
 
+def adapters_of(numbers: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
+    """Inside a program: by row: its adapter's slot, and the scale."""
+    table = _table(numbers, rows)
+    scales = jax.lax.bitcast_convert_type(table[:, FLOATS], jnp.float32)[:, 5]
+    return table[:, INTS][:, 3], scales
+
+
 def unpack(mesh: AbstractMesh, sent: SentBatch, rows: int, block_table: Any) -> DeviceBatch:
     """Inside a program: the batch that was sent."""
     sent_flags: Any = sent.numbers[:_FLAGS] > 0
@@ -72,11 +79,12 @@ def unpack(mesh: AbstractMesh, sent: SentBatch, rows: int, block_table: Any) -> 
         limits=table[:, LIMITS],
         penalties=Penalties(floats[:, 3:5], ints[:, 2]),
         block_table=block_table,
-        sampling=sampling_metadata(mesh, floats, ints, do_penalties=flags.penalised | flags.masked),
+        sampling=sampling_columns(mesh, floats, ints),
+        penalised=flags.penalised | flags.masked,
         top=flags.top,
         named=flags.named,
         kept=flags.kept,
         names=sent.names,
         mask=sent.mask,
-        adapters=(ints[:, 3], floats[:, 5]),
+        adapters=adapters_of(sent.numbers, rows),
     )

@@ -1,4 +1,4 @@
-"""Runs upstream's prefill batches in one program.
+"""Runs upstream's prefill batches in two programs.
 
 Reaches into upstream's requests, batches and results.
 
@@ -105,7 +105,7 @@ class Prefill:
         if found.size:
             tallies = step.tallies(penalised, found)
         sent = step.send(prompts, features, names, mask)
-        output, _, experts = step.launch(len(prompts.ids), sent, tallies)
+        output, experts = step.launch(len(prompts.ids), sent, tallies)
         output.ids.copy_to_host_async()
         joining = [
             (row, req) for row, req in enumerate(reqs) if not req.grammar and req.is_chunked <= 0

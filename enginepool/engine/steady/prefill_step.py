@@ -1,5 +1,9 @@
-"""A whole prefill as one program. It runs the forward (`extend.py`), samples the first tokens
-(`sample.py`), and computes log-probabilities of given tokens if they are wanted.
+"""A whole prefill as two programs. The first runs the forward (`extend.py`), and computes
+log-probabilities of given tokens if they are wanted. The second samples the first tokens
+(`sample.py`).
+
+One program would be launched faster, by a few tens of microseconds. But sampling depends on no
+bucket of tokens, and takes XLA as long to compile as a small model. So it is compiled once.
 
 Reaches into upstream's model runner.
 
@@ -18,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh
 
 import patches
 from enginepool.dispatch.routed_experts import Routing
@@ -34,11 +39,18 @@ from enginepool.engine.steady.device_batch import (
     StepOutput,
 )
 from enginepool.engine.steady.extend import Extend, Prompts
-from enginepool.engine.steady.packing import pack, rest_of, state_and_origin, unpack
+from enginepool.engine.steady.packing import (
+    adapters_of,
+    pack,
+    rest_of,
+    state_and_origin,
+    unpack,
+)
 from enginepool.engine.steady.program import StepProgram, supported
 from enginepool.engine.steady.sample import Sample, penalise_and_mask
 
 if TYPE_CHECKING:
+    from sgl_jax.srt.layers.logits_processor import LogitsProcessorOutput
     from sgl_jax.srt.managers.scheduler import Scheduler
 
 
@@ -90,13 +102,18 @@ class PrefillStep(PrefillProgram):
         super().__init__(scheduler.tp_worker.worker)
         self._steps, self._sender = program, program.sender
         programs = common_programs()
-        self._program = _build(
+        self._forward = _build_forward(
             Extend(self._runner, programs, routing),
-            Sample(self._runner, programs),
             programs,
             rows=self.sequences,
             pages=self.slots // self.page_size,
             vocab_size=self._runner.model_config.vocab_size if self.refusal is None else None,
+        )
+        self._sample = _build_sample(
+            self._runner.mesh.abstract_mesh,
+            Sample(self._runner),
+            programs,
+            rows=self.sequences,
         )
         self._no_names, self._no_mask = self._sender.defaults(self.sequences)
         self.adapter_row = program.adapter_row
@@ -135,32 +152,44 @@ class PrefillStep(PrefillProgram):
         )
 
     def launch(
-        self,
-        bucket: int,
-        sent: SentBatch,
-        tallies: jax.Array | None = None,
-        wanted: jax.Array | None = None,
-    ) -> tuple[StepOutput, Scores, jax.Array | None]:
+        self, bucket: int, sent: SentBatch, tallies: jax.Array | None = None
+    ) -> tuple[StepOutput, jax.Array | None]:
         """Launch a prefill.
 
         Args:
             tallies: The tallies of rows with penalties.
+
+        Returns:
+            The samples, or zeros if no row samples, and the experts of each id if they are wanted.
+        """
+        output, table, _, experts = self._launch_forward(bucket, sent)
+        sampled = self._sample(
+            output,
+            self._no_tallies if tallies is None else tallies,
+            sent._replace(numbers=table),
+        )
+        return sampled, experts
+
+    def _launch_forward(
+        self, bucket: int, sent: SentBatch, wanted: jax.Array | None = None
+    ) -> tuple[LogitsProcessorOutput, jax.Array, Scores, jax.Array | None]:
+        """
+        Args:
             wanted: The argument of `ScoreHead`.
 
         Returns:
-            The samples, the scores, and the experts of each id if they are wanted.
+            The model's output, the numbers that the sampler reads, the scores, and the experts.
         """
         runner = self._runner
-        output, scores, experts, buffers = self._program(
+        *made, buffers = self._forward(
             runner.model_state_leaves,
-            self._steps.sampler,
             runner.token_to_kv_pool.kv_buffer,
-            self._no_tallies if tallies is None else tallies,
             sent,
             self._nothing[bucket] if wanted is None else wanted,
         )
         runner.memory_pools.replace_all(buffers)
-        return output, scores, experts
+        output, table, scores, experts = made
+        return output, table, scores, experts
 
     def compile(self, next_bucket: Callable[[], None]) -> None:
         """Compile every program before the engine serves. Each run prefills one token, into the KV
@@ -189,52 +218,63 @@ class PrefillStep(PrefillProgram):
             joined = np.concatenate(parts)
             whole[: len(joined)] = joined
         wanted = self._wanted(bucket, pieces, top)
-        return self.launch(bucket, self.send(prompts, Features()), wanted=wanted)[1]
+        _, _, scores, _ = self._launch_forward(bucket, self.send(prompts, Features()), wanted)
+        return scores
 
 
-def _build(
-    extend: Extend,
-    sample: Sample,
-    programs: CommonPrograms,
-    *,
-    rows: int,
-    pages: int,
-    vocab_size: int | None,
-) -> Callable[..., Any]:
-    """
+def _build_forward(
+    extend: Extend, programs: CommonPrograms, *, rows: int, pages: int, vocab_size: int | None
+) -> OnAnyDevice:
+    """Make the program that runs the model. It also returns the numbers of the batch that do not
+    depend on the bucket.
+
     Args:
         vocab_size: None if nothing can be scored.
     """
-    mesh = extend.mesh
 
     @partial(jax.jit, donate_argnames="kv")
     def prefill(
-        leaves: list[jax.Array],
-        sampler: list[jax.Array],
-        kv: list[jax.Array],
-        tallies: jax.Array,
-        sent: SentBatch,
-        wanted: jax.Array | None,
+        leaves: list[jax.Array], kv: list[jax.Array], sent: SentBatch, wanted: jax.Array | None
     ) -> Any:
-        prefixes, listed, ids = jnp.split(rest_of(sent.numbers, rows), [rows, rows + pages])
-        batch = unpack(mesh, sent, rows, None)
-        (_, lengths), origin = state_and_origin(sent.numbers, rows)
+        numbers = sent.numbers
+        rest = rest_of(numbers, rows)
+        prefixes, listed, ids = jnp.split(rest, [rows, rows + pages])
+        (_, lengths), _ = state_and_origin(numbers, rows)
         head = None
         if wanted is not None and vocab_size is not None:
             head = partial(ScoreHead, numbers=wanted, vocab_size=vocab_size, batch=rows)
-        prompts = Prompts(lengths, prefixes, listed, ids, batch.adapters)
+        prompts = Prompts(lengths, prefixes, listed, ids, adapters_of(numbers, rows))
         output, kv, experts = extend(leaves, kv, prompts, head)
         output, scores = (output, None) if head is None else output
+        return output, numbers[: -len(rest)], scores, experts, kv
+
+    about = ["prefill", vars(extend), rows, pages, vocab_size]
+    return programs.common(about, lambda: OnAnyDevice(prefill))
+
+
+def _build_sample(
+    mesh: AbstractMesh, sample: Sample, programs: CommonPrograms, *, rows: int
+) -> OnAnyDevice:
+    """Make the program that samples the first tokens."""
+
+    @jax.jit
+    def first_tokens(
+        output: LogitsProcessorOutput,
+        tallies: jax.Array,
+        sent: SentBatch,
+    ) -> StepOutput:
+        batch = unpack(mesh, sent, rows, None)
+        (_, lengths), origin = state_and_origin(sent.numbers, rows)
         logits = penalise_and_mask(output, batch, tallies, lengths)
 
         def sampled() -> StepOutput:
-            return sample(sampler, logits, jnp.maximum(lengths - 1, 0), batch)[1]
+            return sample(logits, jnp.maximum(lengths - 1, 0), batch)[1]
 
         def nothing() -> StepOutput:
             return jax.tree.map(lambda array: array[0], sample.nothing(1, rows))
 
-        output = jax.lax.cond((origin == FROM_TABLE).any(), sampled, nothing)
-        return output, scores, experts, kv
+        return jax.lax.cond((origin == FROM_TABLE).any(), sampled, nothing)
 
-    about = ["prefill", vars(extend), vars(sample), rows, pages, vocab_size]
-    return programs.common(about, lambda: OnAnyDevice(prefill))
+    return programs.common(
+        ["first tokens", mesh, vars(sample), rows], lambda: OnAnyDevice(first_tokens)
+    )

@@ -57,7 +57,6 @@ class StepProgram:
     Attributes:
         buckets: By number of rows, ascending: how many KV slots a batch of that size can have.
         sender: Sends batches to the engine's device.
-        sampler: The sampler's arrays.
         with_experts: Whether steps return the experts of their tokens.
     """
 
@@ -77,7 +76,6 @@ class StepProgram:
         self._adapters, self.with_experts = adapters, routing is not None
         self._runner = worker.model_runner
         self._pool: Any = self._runner.token_to_kv_pool  # `supported` has checked it
-        self.sampler = jax.tree.leaves(nnx.split(self._runner.sampler)[1])
         manager = worker.compilation_manager
         self.buckets = dict(zip(manager.bs_buckets, manager.cache_loc_buckets, strict=True))
         programs = common_programs()
@@ -114,7 +112,7 @@ class StepProgram:
         # The state is only described. To make one compiles two programs, and other jobs would wait.
         state = DecodeState(*map(self._described, [(2, rows), (rows, self._vocab_size)]))
         leaves, batch = self._runner.model_state_leaves, self.empty(rows)
-        args = leaves, self.sampler, kv, state, batch, self._no_samples, self._launches[1][False]
+        args = leaves, kv, state, batch, self._no_samples, self._launches[1][False]
         return lambda: self._step.compile(*args)
 
     def _described(self, shape: tuple[int, ...]) -> Any:
@@ -179,7 +177,6 @@ class StepProgram:
         runner = self._runner
         state, buffers, sampled = self._step(
             runner.model_state_leaves,
-            self.sampler,
             self._pool.kv_buffer,
             state,
             batch,
@@ -195,7 +192,7 @@ def supported(scheduler: Scheduler) -> bool:
     worker = scheduler.tp_worker.worker
     runner = worker.model_runner
     found = (
-        all(hasattr(runner, name) for name in ("memory_pools", "_sampler_base_rng", "sampler"))
+        hasattr(runner, "memory_pools")
         and hasattr(worker, "compilation_manager")
         and hasattr(worker.compilation_manager, "_precompile_decode")
         and hasattr(worker.compilation_manager, "_precompile_extend")

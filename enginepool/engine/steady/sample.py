@@ -1,29 +1,26 @@
 """Sampling, as a part of the step program.
 
-Reaches into upstream's sampler and its metadata, which is made here from arrays.
+Reaches into upstream's sampler: its greedy path, its masks and its seeded draw are called.
 
-What breaks: Sampling and log-probabilities are two programs, and the host runs between them.
-Why: See `program.py`.
+What breaks: Sampling and log-probabilities are two programs, and the host runs between them. And
+upstream's top-k and top-p read the logits 64 times at each step, even if no row uses them.
+Why: See `program.py`. Upstream's sampler applies every filter to every batch that is not greedy.
 Remove when: With `program.py`.
 """
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from flax import nnx
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
-from sgl_jax.srt.sampling.sampling_batch_info import SamplingMetadata
+from sgl_jax.srt.layers import sampler as upstream
 
 from enginepool.dispatch.request import MAX_NAMED_IDS, MAX_TOP_LOGPROBS
 from enginepool.dispatch.sampling_mask import MAX_KEPT_IDS
-from enginepool.engine.common_programs import CommonPrograms
-from enginepool.engine.sampling_mask import find_kept, no_kept
-from enginepool.engine.steady.device_batch import DeviceBatch, StepOutput
+from enginepool.engine.sampling_mask import at_least, least_kept, list_kept, no_kept
+from enginepool.engine.steady.device_batch import DeviceBatch, SamplingColumns, StepOutput
 from enginepool.engine.steady.forward import put
 from enginepool.engine.steady.penalties import allowed, penalise
 
@@ -33,54 +30,61 @@ if TYPE_CHECKING:
 
 
 class Sample:
-    """Runs upstream's sampler inside a program, and computes log-probabilities.
+    """Samples as upstream's sampler does, inside a program, and computes log-probabilities.
 
     Like `Forward` it holds no device and no device array.
     """
 
-    def __init__(self, runner: ModelRunner, programs: CommonPrograms) -> None:
+    def __init__(self, runner: ModelRunner) -> None:
         self._mesh = runner.mesh.abstract_mesh
-        self._definition, state = programs.split(runner.sampler)
-        self._tree = jax.tree.structure(state)
-        self._by_sorting = runner.use_sort_for_toppk_minp
         self._width = min(MAX_TOP_LOGPROBS, runner.model_config.vocab_size)
         self._kept_width = min(MAX_KEPT_IDS, runner.model_config.vocab_size)
-        self._unused_rng = np.asarray(runner._sampler_base_rng)  # every row has a seed
 
     def __call__(
-        self,
-        leaves: list[jax.Array],
-        output: LogitsProcessorOutput,
-        positions: jax.Array,
-        batch: DeviceBatch,
+        self, output: LogitsProcessorOutput, positions: jax.Array, batch: DeviceBatch
     ) -> tuple[jax.Array, StepOutput]:
         """
         Args:
-            leaves: The sampler's arrays.
             output: The forward pass's output, with penalties and masks applied.
 
         Returns:
             The sampled ids, and the step's output.
         """
-        sampling: Any = batch.sampling  # Any, because its flags are arrays here
-        sampling.positions = put(self._mesh, positions, "data")
-        # Upstream's sampler must not apply them again. It still traces that branch.
-        sampling.do_penalties, sampling.linear_penalty = False, jnp.zeros((), jnp.float32)
-        sampling.apply_vocab_mask, sampling.vocab_mask = False, None
-        sampler = nnx.merge(self._definition, jax.tree.unflatten(self._tree, leaves))
-        ids, logprobs, _ = sampler(
-            output,
-            sampling,
-            use_sort_for_toppk_minp=self._by_sorting,
-            rng_override=self._unused_rng,
+        logits, sampling = output.next_token_logits, batch.sampling
+        # With patches/batch_dependence.py these are the log-probabilities of every row.
+        best, logprobs = upstream.Sampler._greedy_sampling(None, (logits, sampling, None))
+        best = put(self._mesh, best, None).astype(jnp.int32)
+        greedy = (sampling.top_ks <= 1).all()
+        ids, least = jax.lax.cond(
+            greedy, self._best, self._drawn, best, logits, positions, sampling
         )
-        ids = put(self._mesh, ids, None).astype(jnp.int32)
         replicated = NamedSharding(self._mesh, PartitionSpec(None))
         own = logprobs.at[jnp.arange(len(ids)), ids].get(out_sharding=replicated)
         top = jax.lax.cond(batch.top, self._most_probable, self._no_top, logprobs)
         named = jax.lax.cond(batch.named, self._named, self._no_named, logprobs, batch.names)
-        kept = jax.lax.cond(batch.kept, self._kept, self._no_kept, logprobs, sampling, ids)
+        kept = jax.lax.cond(
+            batch.kept, self._kept, self._no_kept, logprobs, logits, sampling, least, ids
+        )
         return ids, StepOutput(jnp.stack([ids, _bits(own)]), top, named, kept)
+
+    def _best(self, best: jax.Array, *_: Any) -> tuple[jax.Array, jax.Array]:
+        return best, put(self._mesh, jnp.full(len(best), jnp.inf), None)
+
+    def _drawn(
+        self, best: jax.Array, logits: jax.Array, positions: jax.Array, sampling: SamplingColumns
+    ) -> tuple[jax.Array, jax.Array]:
+        """Draw the ids of rows that are not greedy. Returns also `least_kept`."""
+        divided = self._divided(logits, sampling)
+        least = least_kept(divided, sampling)
+        left = at_least(divided, least)
+        drawn = upstream.multinomial_with_seed((left, sampling.seeds, positions, None, False))
+        drawn = put(self._mesh, drawn, None, None).flatten().astype(jnp.int32)
+        return jnp.where(sampling.top_ks > 1, drawn, best), least
+
+    def _divided(self, logits: jax.Array, sampling: SamplingColumns) -> jax.Array:
+        """The logits after the temperature."""
+        whole = put(self._mesh, logits, None, None)
+        return whole.astype(jnp.float32) / sampling.temperatures
 
     def _most_probable(self, logprobs: jax.Array) -> jax.Array:
         values, ids = jax.lax.top_k(put(self._mesh, logprobs, None, None), self._width)
@@ -98,14 +102,17 @@ class Sample:
     def _no_named(self, _: jax.Array, names: jax.Array) -> jax.Array:
         return put(self._mesh, jnp.zeros(names.shape, jnp.float32), None, None)
 
-    def _kept(self, logprobs: jax.Array, sampling: Any, ids: jax.Array) -> jax.Array:
-        by_row = {
-            name: put(self._mesh, getattr(sampling, name), None)
-            for name in ("top_ks", "top_ps", "min_ps")
-        }
+    def _kept(
+        self,
+        logprobs: jax.Array,
+        logits: jax.Array,
+        sampling: SamplingColumns,
+        least: jax.Array,
+        ids: jax.Array,
+    ) -> jax.Array:
+        left = at_least(self._divided(logits, sampling), least) > -jnp.inf
         whole = put(self._mesh, logprobs, None, None)
-        found = find_kept(whole, SimpleNamespace(**by_row), ids, self._kept_width)
-        return put(self._mesh, found, None, None)
+        return put(self._mesh, list_kept(left, whole, ids, self._kept_width), None, None)
 
     def _no_kept(self, logprobs: jax.Array, *_: Any) -> jax.Array:
         return put(self._mesh, no_kept(len(logprobs), self._kept_width), None, None)
@@ -128,7 +135,7 @@ def penalise_and_mask(
 ) -> LogitsProcessorOutput:
     """Inside a program: the model's output with penalties and masks applied, if there are any."""
     output.next_token_logits = jax.lax.cond(
-        batch.sampling.do_penalties,
+        batch.penalised,
         lambda logits: allowed(penalise(logits, batch.penalties, tallies, lengths), batch.mask),
         lambda logits: logits,
         output.next_token_logits,
@@ -136,25 +143,14 @@ def penalise_and_mask(
     return output
 
 
-def sampling_metadata(
-    mesh: AbstractMesh, floats: jax.Array, ints: jax.Array, do_penalties: jax.Array
-) -> SamplingMetadata:
-    """Inside a program: the metadata of upstream's sampler, made from columns of a `RowTable`."""
-    top_ks, min_ps = ints[:, 0], floats[:, 2]
-    flags: Any = (top_ks <= 1).all(), (min_ps > 0).any()  # upstream declares Python values
-    return SamplingMetadata(
-        return_logprob=False,
-        top_logprobs_nums=None,
-        token_ids_logprobs=None,
-        temperatures=put(mesh, floats[:, :1], "data", None),
-        top_ps=put(mesh, floats[:, 1], "data"),
-        top_ks=put(mesh, top_ks, "data"),
-        min_ps=put(mesh, min_ps, "data"),
-        sampling_seeds=put(mesh, ints[:, 1], "data"),
-        positions=put(mesh, jnp.zeros_like(top_ks), "data"),
-        is_all_greedy=flags[0],
-        need_min_p_sampling=flags[1],
-        do_penalties=do_penalties,  # pyright: ignore[reportArgumentType]
+def sampling_columns(mesh: AbstractMesh, floats: jax.Array, ints: jax.Array) -> SamplingColumns:
+    """Inside a program: the sampling parameters, from columns of a `RowTable`."""
+    return SamplingColumns(
+        temperatures=put(mesh, floats[:, :1], None, None),
+        top_ps=put(mesh, floats[:, 1], None),
+        min_ps=put(mesh, floats[:, 2], None),
+        top_ks=put(mesh, ints[:, 0], None),
+        seeds=put(mesh, ints[:, 1], None),
     )
 
 
