@@ -52,7 +52,8 @@ class Sample:
         """
         logits, sampling = output.next_token_logits, batch.sampling
         # With patches/batch_dependence.py these are the log-probabilities of every row.
-        best, logprobs = upstream.Sampler._greedy_sampling(None, (logits, sampling, None))
+        greedily: Any = upstream.Sampler._greedy_sampling  # it does not use its `self`
+        best, logprobs = greedily(None, (logits, sampling, None))
         best = put(self._mesh, best, None).astype(jnp.int32)
         greedy = (sampling.top_ks <= 1).all()
         ids, least = jax.lax.cond(
