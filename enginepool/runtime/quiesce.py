@@ -62,7 +62,7 @@ class StoppedEngines:
             raise PoolClosed(f"pool {self.runtime.name!r} was closed")
         if failures:
             raise failures[0]
-        if futures and not self.workers:
+        if not self.workers and (futures or not self.runtime.reachable()):
             raise self._failure([worker for worker, _ in futures])
         return results
 
