@@ -14,7 +14,7 @@ from enginepool.sizing.shape import Shape
 
 # Temporaries, as XLA's compiler reported them for v5e and v6e, rounded up. Prefill of 4,096 tokens
 # of Qwen3-4B took 226 MB: for each token 8.1 hidden states, and gate and up of the MLP. The sampler
-# took 3.1 to 5.0 times its logits.
+# took 4.1 to 5.1 times its logits.
 _HIDDEN_STATES = 9
 _SAMPLER_COPIES = 6
 # Temporaries of a layer in programs that score or decode steadily. The compiler reported for v5e:
