@@ -74,18 +74,22 @@ coverage: setup ## make test, with the coverage of lines in the tests' own proce
 test-slow: setup ## Run whole commands and benchmarks as their users run them
 	$(BIN)/python $(PYTEST) -m slow $(ARGS)
 
-# Tests that do not depend on upstream's version: HTTP, commands, arithmetic, pages, grammars, the
-# queue.
-ABOVE_UPSTREAM := $(addprefix tests/,benchmarks cli ray reference rl sizing toy test_errors.py test_logs.py \
-	test_page_blocks.py test_pages.py test_public_api.py test_setup.py frontend/test_fair_lock.py \
-	frontend/test_grammar_compiler.py process/test_tuning.py runtime/test_pool_logic.py) \
-	$(addprefix tests/serve/test_,admin.py bodies.py chat_messages.py command.py connections.py cut_short.py deploy.py \
-	event_loop.py log.py native.py not_quoted.py prompt_limits.py reload.py request_id.py rl_stacks.py schema.py \
-	scores.py token_wire.py trusted.py under_load.py)
+# Where the older upstream differs: patches, programs, scheduling, sampling, the mapping of weights,
+# request models.
+UPSTREAM := tests/patches tests/process/test_host_state.py \
+	$(addprefix tests/engine/test_,joins.py optimisations.py other_upstream.py penalised_logprobs.py precision.py \
+		prefill.py steady.py steady_grammar.py steady_pages.py steady_penalties.py steady_sampling.py) \
+	$(addprefix tests/pool/test_,cancel.py engines.py generation.py grammar.py replay.py sampling_masks.py score.py \
+		start.py stream.py) \
+	$(addprefix tests/runtime/test_,faults.py recovery.py staged.py) \
+	$(addprefix tests/weights/test_,families.py sources.py updates.py) \
+	$(addprefix tests/lora/test_,exact.py served.py updates.py) \
+	$(addprefix tests/checkpoints/test_,configurations.py end_ids.py refused.py rotary.py) \
+	$(addprefix tests/serve/test_,chat_stream.py fields.py openai.py responses.py structured.py)
 
 .PHONY: test-compat
-test-compat: $(COMPAT)/.installed ## Run the tests that depend on upstream, on sglang-jax 0.0.3rc99; all tests: ABOVE_UPSTREAM=
-	$(COMPAT)/bin/python $(PYTEST) -m "not slow" $(addprefix --ignore=,$(ABOVE_UPSTREAM)) $(ARGS)
+test-compat: $(COMPAT)/.installed ## Run the tests that depend on upstream, on sglang-jax 0.0.3rc99; all tests: UPSTREAM=tests
+	$(COMPAT)/bin/python $(PYTEST) -m "not slow" $(UPSTREAM) $(ARGS)
 
 .PHONY: test-next
 test-next: $(NEXT)/.installed ## Run the tests on the newest JAX, flax and NumPy that upstream works with

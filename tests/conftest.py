@@ -7,8 +7,10 @@ import signal
 import tempfile
 import time
 
+from tests.support.xla import virtual_devices
+
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+os.environ["XLA_FLAGS"] = virtual_devices(4)
 os.environ["HF_HUB_OFFLINE"] = "1"
 # A script's background jobs ignore Control-C, and so would the processes that tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

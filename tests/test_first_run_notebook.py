@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.xla import virtual_devices
+
 ROOT = Path(__file__).parents[1]
 NOTEBOOK = ROOT / "examples" / "first_run_tpu.ipynb"
 
@@ -28,7 +30,7 @@ def test_notebook(
     for name, value in settings.items():
         monkeypatch.setenv(f"ENGINEPOOL_{name}", str(value))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=1")
+    monkeypatch.setenv("XLA_FLAGS", virtual_devices(1))
     cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
     names: dict[str, Any] = {}
     for cell in cells:

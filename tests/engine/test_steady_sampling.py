@@ -1,6 +1,7 @@
 """Steady decode samples as upstream's patched sampler, and skips filters that no row uses."""
 
 from collections.abc import Callable
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,14 +27,15 @@ BY_K = [(1.0, 5, 1.0, 0.0), (0.6, 500, 1.0, 0.0)]
 BY_P = [(1.0, 1 << 30, 0.6, 0.0), (2.5, 1 << 30, 0.95, 0.0)]
 BY_MIN_P = [(1.0, 1 << 30, 1.0, 0.3), (2.0, 1 << 30, 1.0, 0.02)]
 BY_ALL = [(1.5, 60, 0.8, 0.1), (0.8, 3, 0.5, 0.0)]
-ROWS = [*GREEDY, *PLAIN, *BY_K, *BY_P, *BY_MIN_P, *BY_ALL] * 4
+ROWS = [*GREEDY, *PLAIN, *BY_K, *BY_P, *BY_MIN_P, *BY_ALL]
+# All of twelve rows, so that they share programs.
 BATCHES = {
-    "greedy": GREEDY,
-    "plain": PLAIN,
-    "greedy and plain": GREEDY + PLAIN,
-    "top-k": PLAIN + BY_K,
-    "top-p": GREEDY + BY_P,
-    "min-p": PLAIN + BY_MIN_P,
+    "greedy": GREEDY * 6,
+    "plain": PLAIN * 6,
+    "greedy and plain": (GREEDY + PLAIN) * 3,
+    "top-k": (PLAIN + BY_K) * 3,
+    "top-p": (GREEDY + BY_P) * 3,
+    "min-p": (PLAIN + BY_MIN_P) * 3,
     "all": ROWS,
 }
 
@@ -76,11 +78,22 @@ def patched() -> None:
     patches.apply()
 
 
+@cache
+def upstreams_program(mesh: Mesh) -> Callable[..., Any]:
+    layers = module("sgl_jax.srt.layers.sampler")
+    model = layers.Sampler(nnx.Rngs(0), mesh)
+
+    @jax.jit
+    def sample(logits: jax.Array, given: Any) -> Any:
+        output = layers.LogitsProcessorOutput(next_token_logits=logits)
+        return model(output, given, False, rng_override=jax.random.key_data(jax.random.key(0)))[:2]
+
+    return sample
+
+
 def upstreams(mesh: Mesh, logits: jax.Array, columns: SamplingColumns, positions: Any) -> Any:
     """The ids and the log-probabilities of upstream's sampler."""
-    layers = module("sgl_jax.srt.layers.sampler")
     metadata = module("sgl_jax.srt.sampling.sampling_batch_info").SamplingMetadata
-    model = layers.Sampler(nnx.Rngs(0), mesh)
 
     def put(array: Any, *spec: Any) -> jax.Array:
         return jax.device_put(array, NamedSharding(mesh, PartitionSpec(*spec)))
@@ -99,27 +112,14 @@ def upstreams(mesh: Mesh, logits: jax.Array, columns: SamplingColumns, positions
         need_min_p_sampling=bool((columns.min_ps > 0).any()),
         linear_penalty=put(np.zeros_like(logits), "data", "tensor"),
     )
-
-    @jax.jit
-    def sample(logits: jax.Array, given: Any) -> Any:
-        output = layers.LogitsProcessorOutput(next_token_logits=logits)
-        return model(output, given, False, rng_override=jax.random.key_data(jax.random.key(0)))[:2]
-
-    return sample(put(logits, "data", "tensor"), given)
+    return upstreams_program(mesh)(put(logits, "data", "tensor"), given)
 
 
-def sampled(
-    mesh: Mesh, logits: jax.Array, columns: SamplingColumns, positions: Any, *, kept: bool
-) -> Any:
-    """What steady decode samples."""
+@cache
+def program(mesh: Mesh) -> Callable[..., Any]:
     layers = module("sgl_jax.srt.layers.sampler")
     runner: Any = SimpleNamespace(mesh=mesh, model_config=SimpleNamespace(vocab_size=VOCAB))
     sample = Sample(runner)
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    columns, positions, names, flags = jax.device_put(
-        (columns, positions, np.zeros((len(logits), 4), np.int32), np.array([True, kept])),
-        everywhere,
-    )
 
     @jax.jit
     def run(logits: jax.Array, columns: Any, positions: Any, names: Any, flags: Any) -> Any:
@@ -128,8 +128,20 @@ def sampled(
         )
         return sample(layers.LogitsProcessorOutput(next_token_logits=logits), positions, batch)[1]
 
+    return run
+
+
+def sampled(
+    mesh: Mesh, logits: jax.Array, columns: SamplingColumns, positions: Any, *, kept: bool
+) -> Any:
+    """What steady decode samples."""
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    columns, positions, names, flags = jax.device_put(
+        (columns, positions, np.zeros((len(logits), 4), np.int32), np.array([True, kept])),
+        everywhere,
+    )
     logits = jax.device_put(logits, NamedSharding(mesh, PartitionSpec("data", "tensor")))
-    return run(logits, columns, positions, names, flags)
+    return program(mesh)(logits, columns, positions, names, flags)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
@@ -151,10 +163,11 @@ def test_ids_and_logprobs_are_upstreams(mesh: Mesh, rows: list[Any], dtype: Any)
 
 def test_kept_ids_are_those_of_numpy(mesh: Mesh) -> None:
     """Each row's sampled id is among them. Greedy rows keep their id alone."""
-    logits, columns = make_logits(len(ROWS)), make_columns(ROWS)
-    found = sampled(mesh, jnp.asarray(logits), columns, np.zeros(len(ROWS), np.int32), kept=True)
+    rows = ROWS * 4
+    logits, columns = make_logits(len(rows)), make_columns(rows)
+    found = sampled(mesh, jnp.asarray(logits), columns, np.zeros(len(rows), np.int32), kept=True)
     ids = np.asarray(found.ids[0])
-    for row, (temperature, top_k, top_p, min_p) in enumerate(ROWS):
+    for row, (temperature, top_k, top_p, min_p) in enumerate(rows):
         kept = kept_of(np.asarray(found.kept[row]), VOCAB)
         left = filtered(logits[row].astype(float) / temperature, top_k, top_p, min_p)
         expected = np.flatnonzero(left) if top_k > 1 else ids[row : row + 1]

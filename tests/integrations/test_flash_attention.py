@@ -104,6 +104,7 @@ def test_requests_join_and_leave(pool: EnginePool, model: Path, page: int):
     assert assert_greedy(model, prompts, results) > 50
 
 
+@pytest.mark.slow
 def test_stop_ids_end_a_row(pool: EnginePool, model: Path):
     """A row ends on the device, and the others continue."""
     prompts = [ids(n, 3) for n in (6, 12, 3, 20)]
@@ -166,6 +167,7 @@ def test_what_steady_steps_wrote_is_found_again(pool: EnginePool, model: Path, p
     assert assert_greedy(model, prompts, [first, second]) == 13
 
 
+@pytest.mark.slow
 def test_samples_are_those_of_native_attention(pool: EnginePool, native: EnginePool, model: Path):
     """With seeds, every filter and penalties: the ids and their log-probabilities. Other tests
     compare those with the law."""

@@ -75,6 +75,7 @@ def test_a_swap_while_they_answer(pool: EnginePool, versions: list[Path]):
     assert assert_greedy(versions[1], PROMPTS, again) > 35
 
 
+@pytest.mark.slow
 def test_a_swap_leaf_by_leaf_without_kv_caches(pool: EnginePool, versions: list[Path]):
     """As on a chip that cannot hold a second weight set."""
     ask(pool)
@@ -97,6 +98,7 @@ def test_kv_caches_lost_with_a_step(pool: EnginePool, versions: list[Path]):
     assert assert_greedy(versions[0], PROMPTS, results) > 35
 
 
+@pytest.mark.slow
 def test_a_kernel_that_fails_midway(pool: EnginePool, versions: list[Path]):
     """Its step has taken the KV cache and written half of it."""
     before = len(pool.events())

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.integrations.conftest import GREEDY, OpenFlash, ids
 from tests.support.forced import assert_greedy
 from tests.support.liveness import at_rest, until
@@ -12,6 +14,7 @@ from tests.support.steady import steps
 TOO_LITTLE = {"max_total_tokens": 160, "schedule_conservativeness": 0.3}
 
 
+@pytest.mark.slow
 def test_kv_cache_runs_out_in_the_middle(
     open_flash: OpenFlash, tmp_path: Path, retracted: list[int]
 ) -> None:

@@ -48,6 +48,7 @@ def test_on_policy(two_steps: list[dict[str, Any]]) -> None:
     assert 0.1 < end["held_out"] < 0.9
 
 
+@pytest.mark.slow
 def test_resumed_on_other_engines(two_steps: list[dict[str, Any]], tmp_path: Path) -> None:
     """Samples do not depend on the engines. A run that resumes from its checkpoint gives what an
     uninterrupted run gives. Its log has every step once, even if the kill came after the next step
@@ -78,6 +79,7 @@ def test_a_folder_with_checkpoints_is_refused(
     assert [json.loads(line) for line in lines] == two_steps
 
 
+@pytest.mark.slow
 def test_one_step_off_policy(tmp_path: Path) -> None:
     """Tokens are of the newest weights or of those before, and their spans say which."""
     *rows, _ = run(tmp_path, "--steps", "3", "--devices", "2", "--async")
@@ -86,6 +88,7 @@ def test_one_step_off_policy(tmp_path: Path) -> None:
     assert any(row["step"] - 1 in row["versions"] for row in rows)
 
 
+@pytest.mark.slow
 def test_truncated_samples(tmp_path: Path) -> None:
     """With masks, trainer and engines agree on the probabilities among the ids that top-p left."""
     first, second, _ = run(tmp_path, "--steps", "2", "--devices", "2", "--top-p", "0.5", "--masks")
@@ -95,6 +98,7 @@ def test_truncated_samples(tmp_path: Path) -> None:
     assert first["kl_to_start"] < 1e-6 < second["kl_to_start"]
 
 
+@pytest.mark.slow
 def test_adapter(tmp_path: Path) -> None:
     """With --lora an adapter is trained, and every token is of its newest version."""
     options = ["--steps", "2", "--devices", "2", "--lora", "4"]
@@ -151,6 +155,7 @@ def test_two_trainers_of_one_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(evens[-5:]) > sum(evens[:5]) + 0.5
 
 
+@pytest.mark.slow
 def test_int8(tmp_path: Path) -> None:
     """The engines' probabilities are close to the trainer's, but not equal."""
     *rows, _ = run(

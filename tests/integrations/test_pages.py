@@ -14,6 +14,7 @@ import pytest
 from enginepool import EnginePool, toy
 from tests.support.pages import PAGES, blocks, run
 from tests.support.pools import SMALL
+from tests.support.xla import QUICK_TO_COMPILE
 
 
 def run_needing(package: str, names: dict[str, Any], instead: dict[str, str]) -> None:
@@ -84,7 +85,7 @@ def test_ray() -> None:
         "hosts=4": "hosts=1",
         "devices_per_host=4": "devices_per_host=2",
         '{"TPU": 4}': '{"CPU": 1}',
-        '"JAX_PLATFORMS": "tpu"': '"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""',
+        '"JAX_PLATFORMS": "tpu"': '"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "' + QUICK_TO_COMPILE + '"',
     }
     try:
         run_needing("ray", names, instead)

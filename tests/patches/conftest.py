@@ -2,8 +2,10 @@
 
 import os
 
+from tests.support.xla import virtual_devices
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
+os.environ.setdefault("XLA_FLAGS", virtual_devices(4))
 
 import pytest
 

@@ -19,6 +19,7 @@ import pytest
 from enginepool.process.single_process import as_single_process
 from tests.support.forced import assert_greedy
 from tests.support.liveness import SECONDS, callers, until
+from tests.support.xla import QUICK_TO_COMPILE
 
 # Two processes, each with a pool.
 pytestmark = pytest.mark.slow
@@ -46,7 +47,7 @@ def free_port() -> int:
 def both(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of the two processes found."""
     port = free_port()
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    environment = os.environ | {"XLA_FLAGS": QUICK_TO_COMPILE}
     folder = tmp_path_factory.mktemp("output")
     with ExitStack() as stack:
         processes = []

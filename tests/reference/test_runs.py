@@ -22,6 +22,7 @@ from enginepool import toy
 from enginepool.cli.main import app
 from tests.support.pools import SMALL
 from tests.support.reference import make_random_model
+from tests.support.xla import virtual_devices
 
 SMALL_ARGS = [part for item in SMALL.items() for part in ("--server-arg", "{}={}".format(*item))]
 SUBTRACT = str(toy.checkpoint("subtract"))
@@ -84,13 +85,12 @@ class Ended(NamedTuple):
 def start(
     *arguments: str, program: tuple[str, ...] = ("-m", "enginepool.cli"), **env: str
 ) -> Ended:
-    flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
     done = subprocess.run(
         [sys.executable, *program, "reference", *arguments, *SMALL_ARGS],
         capture_output=True,
         text=True,
         timeout=280,
-        env={**os.environ, "XLA_FLAGS": flags, **env},
+        env={**os.environ, "XLA_FLAGS": virtual_devices(2), **env},
     )
     lines = done.stdout.splitlines()
     records = [json.loads(line) for line in lines if line.startswith("{")]

@@ -25,10 +25,10 @@ from enginepool.cli.server_args import parse_upstream_flags
 from enginepool.errors import InvalidConfig
 from tests.support.liveness import SECONDS, until
 from tests.support.servers import Running, serving
+from tests.support.xla import QUICK_TO_COMPILE
 
 SUBTRACT = str(toy.checkpoint().parent / "subtract")
 # XLA does not optimise, which is a third faster for a few tokens.
-QUICK_TO_COMPILE = "--xla_backend_optimization_level=0"
 FEW_PROGRAMS = {
     "--warmup": "none",
     "--max-running-requests": "4",

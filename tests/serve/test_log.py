@@ -22,9 +22,10 @@ from enginepool import EnginePool
 from enginepool.logs import logger
 from enginepool.serve.log import KEPT, LogLines
 from enginepool.serve.log_format import log_to
-from tests.serve.test_command import FEW_PROGRAMS, QUICK_TO_COMPILE
+from tests.serve.test_command import FEW_PROGRAMS
 from tests.support.liveness import SECONDS, callers, until
 from tests.support.servers import serving
+from tests.support.xla import QUICK_TO_COMPILE
 
 REQUESTS = 200
 FIELDS = {

@@ -5,10 +5,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.support.xla import QUICK_TO_COMPILE
+
 # For the actors and all other processes that Ray starts.
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
-    "XLA_FLAGS": "",
+    "XLA_FLAGS": QUICK_TO_COMPILE,
     "PYTHONPATH": str(Path(__file__).parents[2]),
 }
 _STORE_BYTES = 200 << 20  # of each node

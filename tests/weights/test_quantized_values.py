@@ -17,6 +17,7 @@ from enginepool.weights.tied import HEAD
 from tests.runtime.test_swap_faults import states
 from tests.support.layouts import placed, tensors
 from tests.support.liveness import until
+from tests.support.marks import slow
 from tests.support.pools import MakePool
 from tests.support.quantized import (
     check_report,
@@ -156,7 +157,7 @@ def test_tied_head(int8: EnginePool, target: Model) -> None:
         (from_shards_in_layout, ml_dtypes.bfloat16),
     ],
 )
-@pytest.mark.parametrize("own", ["float32", "bfloat16"])
+@pytest.mark.parametrize("own", ["bfloat16", *slow("float32")])
 def test_dtypes(make_pool: MakePool, target: Model, source: Any, dtype: Any, own: str) -> None:
     """A source is rounded to the model's dtype, and then quantized in float32."""
     pool = make_pool("qwen3", 2, warmup="none", dtype=own, **WEIGHTS)
