@@ -153,6 +153,7 @@ class EnginePool(GenerateCalls, ChatCalls, ScoreCalls, SteeringCalls, WeightCall
             PoolClosed: The pool was closed.
             EngineStartFailed: An engine did not start. The error has its devices and the cause.
                 All engines are closed again, and `open()` may be called again.
+            InvalidConfig: The options do not fit the model or the devices.
             InvalidWeights: The checkpoint's files do not fit its configuration. `open()` may be
                 called again.
         """

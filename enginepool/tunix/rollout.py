@@ -22,7 +22,7 @@ from tunix.rl.rollout.base_rollout import (  # pyright: ignore[reportMissingImpo
     RolloutOutput,
 )
 
-from enginepool import EnginePool, InvalidConfig
+from enginepool import EnginePool, InvalidConfig, InvalidRequest
 from enginepool.tunix.parameters import (
     ParameterMapping,
     flat_params,
@@ -116,10 +116,13 @@ class EnginePoolRollout(BaseRollout):
             kwargs: Further sampling parameters of the pool.
 
         Raises:
+            InvalidRequest: There are no prompts.
             RequestsFailed: An output ended early. Tunix cannot represent that.
         """
-        self._first_sync()
         texts = [prompts] if isinstance(prompts, str) else prompts
+        if len(texts) == 0:
+            raise InvalidRequest("prompts is empty: give at least one prompt")
+        self._first_sync()
         ids = [self._tokenize(text) for text in texts]
         results = self.pool.generate_all(
             input_ids=ids,

@@ -344,6 +344,8 @@ def test_outputs(make: Callable[..., Any]) -> None:
     """The end token is an output's last, with its log-probability, and it is not in the text.
     Prompts have a constant width unless one is longer."""
     rollout, _ = make()
+    with pytest.raises(InvalidRequest, match="prompts is empty"):
+        rollout.generate([], CONFIG)
     rollout.generate(PROMPTS, RolloutConfig(max_tokens_to_generate=8, temperature=0))
     greedy = rollout.outputs.pop()[1]
     assert greedy.logprobs is None
