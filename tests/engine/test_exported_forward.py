@@ -52,6 +52,7 @@ def test_values_and_gradient(make_pool: MakePool, model_dir: Callable[[str], Pat
         np.testing.assert_allclose(got[1][name], slope, atol=1e-4 * size, err_msg=name)
 
 
+@pytest.mark.slow
 @newer
 def test_in_bfloat16(make_pool: MakePool, model_dir: Callable[[str], Path]) -> None:
     """They equal the scores of an engine with the same float32 parameters. Padding is on either

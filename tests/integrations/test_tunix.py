@@ -18,6 +18,7 @@ from enginepool import EnginePool, InvalidConfig, InvalidRequest, InvalidWeights
 from enginepool.toy.files import END_ID, PAD_ID
 from tests.support.layouts import devices_only, on_host
 from tests.support.liveness import callers
+from tests.support.marks import slow
 from tests.support.pools import SMALL
 
 pytest.importorskip("tunix")
@@ -254,7 +255,7 @@ def test_lora(make: Callable[..., Any], checkpoint: Callable[..., Path]) -> None
     assert np.abs(values - Model(base).logps(tokens, tokens)).max() > 0.01
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("family", ["qwen3", *slow("qwen2", "llama")])
 def test_lora_as_an_adapter(
     family: str, checkpoint: Callable[..., Path], pool_of: Callable[..., EnginePool]
 ) -> None:

@@ -76,6 +76,7 @@ def test_prompts_and_outputs(pool: EnginePool, models: list[Path]) -> None:
         assert_rows(models[0], prompt, result)
 
 
+@pytest.mark.slow
 @steady_decode
 def test_upstreams_own_steps(one: EnginePool, models: list[Path]) -> None:
     with upstreams_own(one):

@@ -377,7 +377,7 @@ def failing_while_it_drains(pool: EnginePool, engine: int) -> Iterator[None]:
         undo()
 
 
-@pytest.mark.parametrize("options", [{"staging": "stream"}, {}, *slow({"free_kv": True})], ids=str)
+@pytest.mark.parametrize("options", [{}, *slow({"staging": "stream"}, {"free_kv": True})], ids=str)
 def test_the_engine_that_converts_fails_meanwhile(
     llama: EnginePool, target: Callable[[str], Path], options: dict[str, Any]
 ) -> None:

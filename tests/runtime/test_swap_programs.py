@@ -16,6 +16,7 @@ from enginepool.weights import converters
 from enginepool.weights.fingerprint import weighted_sums
 from tests.support.layouts import tensors
 from tests.support.liveness import SECONDS, callers
+from tests.support.marks import slow
 from tests.support.pools import SMALL, compilations
 
 GREEDY = {"temperature": 0, "max_new_tokens": 4}
@@ -61,7 +62,7 @@ def thread_of(pool: EnginePool) -> list[threading.Thread]:
 
 
 @pytest.mark.parametrize("source", [on_a_device, dict], ids=["on a device", "NumPy"])
-@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+@pytest.mark.parametrize("load_format", ["auto", *slow("dummy")])
 def test_first_swap_compiles_nothing(opened: Any, source: Callable[..., Any], load_format: str):
     """If the source has the checkpoint's names, shapes and dtypes; also for engines with dummy
     weights."""

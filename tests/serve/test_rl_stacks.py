@@ -11,6 +11,7 @@ from enginepool import EnginePool, toy
 from enginepool.serve import probe
 from tests.support.faults import hang_in_step
 from tests.support.liveness import SECONDS, callers, until
+from tests.support.marks import slow
 from tests.support.pools import in_use
 from tests.support.scores import assert_prompt_logprobs
 from tests.support.servers import Running, generate, serving
@@ -160,7 +161,7 @@ def test_usage_in_every_chunk(plain: Running, path: str) -> None:
     assert (len(ends), total) == (2, last["usage"]["completion_tokens"])
 
 
-@pytest.mark.parametrize("clear_cache", [True, False])
+@pytest.mark.parametrize("clear_cache", [True, *slow(False)])
 def test_prime_rl(administered: Running, clear_cache: bool) -> None:
     """`keep`: running requests continue under the new weights, and the reply says which token
     came from which."""
@@ -232,7 +233,7 @@ def test_weights_of_no_checkpoint(administered: Running) -> None:
         assert generate(client, SUM)["text"] == "19"
 
 
-@pytest.mark.parametrize("mode", ["retract", "in_place"])
+@pytest.mark.parametrize("mode", ["retract", *slow("in_place")])
 def test_weights_in_a_pause(administered: Running, mode: str) -> None:
     """New weights are accepted in any kind of pause, and requests continue under them."""
     with administered.http() as client, callers() as threads:

@@ -12,6 +12,7 @@ from enginepool.weights.converters import Converter, convert, program, stack, tr
 from enginepool.weights.fingerprint import part_sums
 from enginepool.weights.gathering import gathered, join_program, kind_of, mesh_of, shards_of
 from enginepool.weights.quantizer import Quantizer
+from tests.support.marks import slow
 from tests.support.quantized import errors, quantize
 from tests.weights.test_shard_quantizing import DEVICES, matrix, quantizer
 
@@ -35,11 +36,13 @@ def converter(of: Quantizer, specs: list[Any], sharding: Sharding, *, swaps: boo
 @pytest.mark.parametrize(
     ("source", "own", "swaps", "spec"),
     [
-        ([jnp.bfloat16], jnp.bfloat16, True, P()),
-        ([np.float32], np.float32, False, P("a", "b")),
         ([np.float32], jnp.bfloat16, True, P("a", None, "b")),
         ([np.float32, jnp.bfloat16], jnp.bfloat16, False, P(None, "b", "a")),
-        ([np.float32], np.float16, True, P(("a", "b"))),
+        *slow(
+            ([jnp.bfloat16], jnp.bfloat16, True, P()),
+            ([np.float32], np.float32, False, P("a", "b")),
+            ([np.float32], np.float16, True, P(("a", "b"))),
+        ),
     ],
 )
 def test_as_numpy(source: Any, own: Any, swaps: bool, spec: PartitionSpec, gathers: bool) -> None:

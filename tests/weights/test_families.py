@@ -19,8 +19,8 @@ PROMPTS = [[1, 2, 3], [40, 41, 42, 43, 44], [7] * 30, [90, 91]]
 OPTIONS: dict[str, dict[str, Any]] = {"qwen3_moe": {"moe_backend": "epmoe"}}
 FAMILIES = [
     ("qwen2", "tied"),
-    ("llama", "untied"),
     *slow(
+        ("llama", "untied"),
         ("gemma2", "tied"),
         ("qwen3_moe", "tied"),
         ("qwen2", "untied"),

@@ -11,6 +11,7 @@ import pytest
 from enginepool import EnginePool, InvalidRequest, PoolClosed
 from tests.support.layouts import GREEDY, PROMPTS, answers, tensors
 from tests.support.liveness import SECONDS, callers
+from tests.support.marks import slow
 from tests.support.pools import SMALL, same
 
 CALLS: dict[str, Callable[[EnginePool], Any]] = {
@@ -34,7 +35,7 @@ def interrupted(model: Path, call: Callable[[], Any]) -> Iterator[tuple[str, np.
         yield item
 
 
-@pytest.mark.parametrize("staging", ["double", "stream"])
+@pytest.mark.parametrize("staging", ["double", *slow("stream")])
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_that_wait_for_the_update_are_refused(
     llama: EnginePool, target: Callable[[str], Path], name: str, staging: Any

@@ -23,6 +23,7 @@ from tests.support.layouts import (
     tensors,
 )
 from tests.support.liveness import SECONDS, callers, running, until
+from tests.support.marks import slow
 from tests.support.pools import compilations
 
 
@@ -53,14 +54,16 @@ FSDP, COLUMNS, TWO_D = PartitionSpec("fsdp"), PartitionSpec(None, "fsdp"), Parti
     ("options", "spec", "devices"),
     [
         ({"staging": "double"}, FSDP, 4),
-        ({"staging": "stream"}, FSDP, 4),
-        ({"strategy": "rolling"}, FSDP, 4),
         ({"copy": True}, FSDP, 4),
-        ({"staging": "double"}, COLUMNS, 2),
         ({"staging": "stream"}, COLUMNS, 2),
         ({"staging": "double"}, TWO_D, 4),
-        ({"staging": "double"}, PartitionSpec(), 4),
-        ({"staging": "stream"}, PartitionSpec(), 2),
+        *slow(
+            ({"staging": "stream"}, FSDP, 4),
+            ({"strategy": "rolling"}, FSDP, 4),
+            ({"staging": "double"}, COLUMNS, 2),
+            ({"staging": "double"}, PartitionSpec(), 4),
+            ({"staging": "stream"}, PartitionSpec(), 2),
+        ),
     ],
     ids=str,
 )

@@ -338,6 +338,7 @@ def test_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert np.argwhere(np.isnan(scales)).tolist() == [[2, 0, 0, 3]]
 
 
+@pytest.mark.slow
 def test_experts_with_activations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What an expert multiplies is quantized too, a scale for each token."""
     monkeypatch.setitem(QWEN3_MOE, "moe_intermediate_size", 128)

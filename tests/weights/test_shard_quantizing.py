@@ -14,6 +14,7 @@ from enginepool.weights.fingerprint import part_sums
 from enginepool.weights.gathering import gathered, shards_of
 from enginepool.weights.quantizer import Quantizer
 from enginepool.weights.shard_quantizing import quantized_shards, sharded_matrix
+from tests.support.marks import slow
 from tests.support.quantized import errors, quantize
 from tests.weights.test_gathering import cut, programs_of
 
@@ -57,11 +58,13 @@ def quantized(sources: list[jax.Array], quantizers: list[Quantizer], axis: int) 
     ("spec", "axis", "order", "source", "to"),
     [
         (P(("a", "b")), -2, 1, jnp.bfloat16, np.int8),
-        (P(None, "b"), -1, 1, jnp.bfloat16, np.int8),
-        (P("a", "b"), -2, -1, np.float32, np.int8),
         (P("b", "a"), -1, 1, np.float32, np.int8),
-        (P("a"), -1, -1, np.float32, np.int8),
         (P(None, ("b", "a")), -2, 1, jnp.bfloat16, jnp.float8_e4m3fn),
+        *slow(
+            (P(None, "b"), -1, 1, jnp.bfloat16, np.int8),
+            (P("a", "b"), -2, -1, np.float32, np.int8),
+            (P("a"), -1, -1, np.float32, np.int8),
+        ),
     ],
 )
 def test_as_numpy(spec: PartitionSpec, axis: int, order: int, source: Any, to: Any) -> None:
