@@ -13,7 +13,7 @@ _LIBRARY = Path(jaxlib.__file__).with_name("libjax_common.so")
 
 def _has_flag() -> bool:
     with _LIBRARY.open("rb") as library, mmap.mmap(library.fileno(), 0, prot=mmap.PROT_READ) as its:
-        return its.find(b"\0%b\0" % _FLAG.encode()) >= 0  # a name of C
+        return its.find(b"\0%b\0" % _FLAG.encode()) >= 0  # as a C string
 
 
 QUICK_TO_COMPILE = f"--{_FLAG}=false" if _has_flag() else ""

@@ -116,8 +116,7 @@ def test_every_layout(
     assert_have(opened, leaves(checkpoint))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["FSDP", "replicated", "2-D", "last"])
+@pytest.mark.parametrize("layout", ["FSDP", *slow("replicated", "2-D", "last")])
 def test_engines_serve_the_weights(
     engines: EnginePool, target: Callable[[str], Path], layout: str
 ) -> None:

@@ -318,6 +318,7 @@ def test_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         has(pool, models[0])
         check_errors(pool.stats()["start"]["quantized"], tensors(models[0]))
         checksums = [pool.checksum()]
+        # The second update brings back the weights of the start, so they are served then.
         for source, model in ((from_shards, models[1]), (dict, models[0])):
             report = pool.update_weights(source(tensors(model)))
             has(pool, model)
@@ -343,8 +344,9 @@ def test_experts_with_activations(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """What an expert multiplies is quantized too, a scale for each token."""
     monkeypatch.setitem(QWEN3_MOE, "moe_intermediate_size", 128)
     models = [make_random_model(tmp_path / str(seed), "qwen3_moe", seed) for seed in (1, 2)]
-    with EnginePool(str(models[0]), devices=1, warmup="none", **SMALL, **BOTH) as pool:
-        pool.update_weights(tensors(models[1]))
+    with EnginePool(str(models[0]), devices=2, warmup="none", **SMALL, **BOTH) as pool:
+        serves_quantized(pool, models[0], activations=True)
+        pool.update_weights(from_shards(tensors(models[1])))
         has(pool, models[1])
         serves_quantized(pool, models[1], activations=True)
 
