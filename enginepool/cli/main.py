@@ -149,7 +149,8 @@ def plan(
     --compile, the compiler reports what programs need and how long compiling takes. Exits with 1 if
     the model does not fit.
     """
-    arguments = parse_server_args(server_arg or []) | ({} if dtype is None else {"dtype": dtype})
+    arguments = parse_server_args(server_arg or [], ("model", "tp_size"))
+    arguments |= {} if dtype is None else {"dtype": dtype}
     from enginepool.doctor.plan.plan import make
     from enginepool.doctor.plan.report import show
 
