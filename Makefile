@@ -59,7 +59,7 @@ setup: $(VENV)/.installed ## Make the environment in .venv
 
 .PHONY: demo
 demo: setup ## Four engines on four virtual CPU devices answer prompts side by side
-	@JAX_PLATFORMS=cpu $(BIN)/python -m enginepool.cli.demo $(ARGS)
+	@JAX_PLATFORMS=cpu $(BIN)/python -m enginepool.cli demo $(ARGS)
 
 .PHONY: test
 test: setup ## Run the tests except the slow ones

@@ -1,8 +1,8 @@
 """A process of a contestant (`contestant.py`): a pool, or an engine of upstream.
 
 The first line of standard input is a JSON object that says what to build. The answer is "ready".
-Every other line is a job. Its answer is a JSON object with what the run took. A job of "ceiling"
-steps is the device alone: one decode program, dispatched again and again.
+All further lines are jobs. The answer to a job is a JSON object with what the run took. A job of
+"ceiling" steps is the device alone: one decode program, dispatched again and again.
 
 Setup: `name` (of the contestant), `engines`, `model`, `server_args`.
 """

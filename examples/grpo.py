@@ -5,9 +5,9 @@
 
 Trainer and engines live in one process and on the same devices: plain JAX and optax beside a pool
 of engines. Every step samples a group of answers to each prompt, rewards those that are right,
-takes a few clipped policy-gradient steps, and gives the engines the new weights. It checks that
-every token came from the right version of the weights, and logs how closely trainer and engines
-agree on its probability.
+takes a clipped policy-gradient step (several with `--updates`), and gives the engines the new
+weights. It checks that every token came from the right version of the weights, and logs how closely
+trainer and engines agree on its probability.
 
 With `--async` the engines generate the next step's groups while the trainer works on this step's,
 so samples are one step off policy. Weights are replaced under running outputs. Each token has the
@@ -117,7 +117,6 @@ class Rollouts:
         params = {
             "n": options.samples,
             "temperature": 1.0,
-            "top_k": -1,  # the toy's own defaults are greedy
             "top_p": options.top_p,
             "max_new_tokens": MAX_OUTPUT,
             "sampling_seed": int(rng.integers(2**31)),

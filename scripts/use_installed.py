@@ -37,7 +37,7 @@ def main() -> None:
     expect(Path(printed[2]).is_relative_to(BIN.parent), printed[2])
     expect("zero_penalty_cache" in told(python, "-m", "patches"), "no table of patches")
     expect("jax" in json.loads(told(enginepool, "doctor", "--json")), "doctor")
-    expect("Closed:" in told(python, "-m", "enginepool.cli.demo"), "the demo did not end")
+    expect("Closed:" in told(python, "-m", "enginepool.cli", "demo"), "the demo did not end")
     expect("19" in told(enginepool, "generate", "12+7=", "--devices", "1"), "generate")
     serve(enginepool)
     print("README's first example, patches, doctor, the demo, generate and serve work.", flush=True)

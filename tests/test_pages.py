@@ -33,7 +33,7 @@ def test_every_patch_is_named() -> None:
 
 @EACH
 def test_what_a_page_names_exists(page: str) -> None:
-    """`room/file.py` is a file of the repository or of the package."""
+    """`package/file.py` is a file of the repository or of the package."""
     files = re.findall(r"`([a-z_0-9]+/[a-z_0-9/]*\.py)`", read(page))
     homes = [ROOT, ROOT / "enginepool"]
     assert not [name for name in files if not any((home / name).exists() for home in homes)]

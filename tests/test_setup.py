@@ -93,3 +93,13 @@ def test_the_wheel_has_the_toy_and_not_its_training(tmp_path):
     assert "enginepool/py.typed" in files
     models = (ROOT / "enginepool/doctor/models").iterdir()
     assert {f"enginepool/doctor/models/{path.name}" for path in models} <= files
+
+
+def test_make_passes_options_on_to_the_demo():
+    """The target's command refuses a bad option before it builds an engine."""
+    asked = ["make", "--dry-run", "demo", "ARGS=--engines 0"]
+    printed = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    command = printed.splitlines()[-1].replace(".venv/bin/python", sys.executable)
+    done = subprocess.run(["sh", "-c", command], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "--engines" in done.stderr

@@ -122,10 +122,12 @@ def addresses(base_url: str) -> list[str]:
     """The URL with each address of its host's name, in their order.
 
     Raises:
-        InvalidConfig: The name has no address.
+        InvalidConfig: There is no host, or its name has no address.
     """
-    parts = urlsplit(base_url)
     try:
+        parts = urlsplit(base_url)
+        if not parts.hostname:  # otherwise the addresses would be those of this machine
+            raise ValueError("expected a URL with a host, such as http://hosts:30000")
         found = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_STREAM)
     except (OSError, ValueError) as error:
         raise InvalidConfig(f"--base-url {base_url}: {error}") from None

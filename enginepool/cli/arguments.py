@@ -24,19 +24,29 @@ ServerArg = Annotated[
 ]
 WarmupOption = Annotated[Warmup, typer.Option(help="How programs are compiled.")]
 
-# These have options of their own.
-_OWN_OPTIONS = ("model", "devices", "tp_size", "warmup")
+# Options of a pool with a flag of their own. Most commands have the first three.
+_COMMON = ("model", "devices", "tp_size")
+_OWN_OPTIONS = (*_COMMON, "warmup")
 
 
 def make_arguments(
-    devices: str | None, tp_size: int, dtype: str | None, server_arg: Sequence[str] | None
+    devices: str | None,
+    tp_size: int,
+    dtype: str | None,
+    server_arg: Sequence[str] | None,
+    **own: Any,
 ) -> dict[str, Any]:
-    """Keyword arguments of EnginePool from the options that several commands have."""
+    """Keyword arguments of EnginePool from the options that several commands have.
+
+    Args:
+        own: Further options of the command, by their names in EnginePool.
+    """
     return {
-        **parse_server_args(server_arg or []),
+        **parse_server_args(server_arg or [], (*_COMMON, *own)),
         **({} if dtype is None else {"dtype": dtype}),
         "devices": parse_devices(devices),
         "tp_size": tp_size,
+        **own,
     }
 
 
@@ -75,8 +85,12 @@ def parse_ports(text: str | None) -> tuple[int, ...]:
     return tuple(range(low, high + 1))
 
 
-def parse_server_args(pairs: Sequence[str]) -> dict[str, Any]:
-    """`NAME=VALUE` pairs; a value is JSON (1024, 0.8, true, [1, 8], null) or else a string."""
+def parse_server_args(pairs: Sequence[str], own: Sequence[str] = _COMMON) -> dict[str, Any]:
+    """`NAME=VALUE` pairs; a value is JSON (1024, 0.8, true, [1, 8], null) or else a string.
+
+    Args:
+        own: Those of `_OWN_OPTIONS` that the command has.
+    """
     parsed: dict[str, Any] = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
@@ -84,7 +98,9 @@ def parse_server_args(pairs: Sequence[str]) -> dict[str, Any]:
         if not equals or not name:
             raise InvalidConfig(f"--server-arg {pair!r}: expected NAME=VALUE")
         if name in _OWN_OPTIONS:
-            raise InvalidConfig(f"--server-arg {pair!r}: use --{name.replace('_', '-')}")
+            flag = f"--{name.replace('_', '-')}"
+            hint = f"use {flag}" if name in own else f"this command has no {flag}"
+            raise InvalidConfig(f"--server-arg {pair!r}: {hint}")
         try:
             parsed[name] = json.loads(value)
         except ValueError:

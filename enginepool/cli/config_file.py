@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from datetime import date, time
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +53,13 @@ def _read(path: Path) -> dict[Any, Any]:
         found = tomllib.loads(text) if kind == "TOML" else yaml.load(text, _NoDuplicates)
     except OSError as error:
         raise InvalidConfig(f"--config {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise InvalidConfig(f"--config {path}: this is not {kind}: {error}") from None
     if found is not None and not isinstance(found, dict):
         raise InvalidConfig(f"--config {path}: expected options by name, not {shown(found)}")
-    return found or {}
+    # A value may look like a date, such as the name of a model.
+    dates = date, time
+    return {k: str(v) if isinstance(v, dates) else v for k, v in (found or {}).items()}
 
 
 class _NoDuplicates(yaml.SafeLoader):

@@ -16,7 +16,7 @@ from enginepool.pool.pool import EnginePool
 _ROWS = 12
 
 
-def run(engines: int = 4, prompts: int = 64) -> None:
+def run(engines: int, prompts: int) -> None:
     """Open a pool of the toy, one engine per device, and let it answer `prompts` sums."""
     console = Console(highlight=False)
     console.print(f"{engines} sglang-jax engines in this one process, warmed up one by one:")
@@ -71,7 +71,3 @@ def _chat(console: Console, pool: EnginePool) -> None:
     answer = pool.chat(question)
     assert isinstance(answer, dict)
     console.print(f"Through the chat template: 12+7= → {answer['text']}")
-
-
-if __name__ == "__main__":
-    run()

@@ -89,11 +89,11 @@ def generate(
     }
     chosen = {name: value for name, value in options.items() if value is not None}
     lines = _read(prompts or [], file, input_format)
-    arguments = make_arguments(devices, tp_size, dtype, server_arg)
+    arguments = make_arguments(devices, tp_size, dtype, server_arg, warmup=warmup)
     check_output()
     from enginepool.pool.pool import EnginePool
 
-    with _opened(EnginePool(model, warmup=warmup, **arguments)) as pool:
+    with _opened(EnginePool(model, **arguments)) as pool:
         failed = _generate(
             pool, lines, chosen, output, return_logprob=return_logprob, timeout=timeout
         )

@@ -27,7 +27,7 @@ from enginepool.cli.arguments import (
 from enginepool.cli.generate import generate
 from enginepool.cli.reference import app as reference
 from enginepool.cli.serve import SERVE_CONTEXT, serve
-from enginepool.console.complaints import Commands
+from enginepool.console.complaints import Commands, complain
 from enginepool.console.output import watch_output
 from enginepool.errors import InvalidConfig
 from enginepool.process.quick_exit import quick_exit
@@ -101,8 +101,8 @@ def doctor(
     With a model or options on a TPU host, it says what is wrong with these settings, before an
     engine is built. With --profile, it measures where a step's time goes for the model and options,
     and how many engines one process can feed. With --first-run, it checks builds, answers, swaps,
-    memory, page sizes and the compilation cache on all devices. It writes one JSON object to send
-    in, and exits with 1 if a check fails.
+    memory and the compilation cache on all devices, and page sizes on the first. It writes one JSON
+    object to send in, and exits with 1 if a check fails.
     """
     if first_run:
         given = {"--model": model, "--dtype": dtype, "--server-arg": server_arg}
@@ -149,7 +149,8 @@ def plan(
     --compile, the compiler reports what programs need and how long compiling takes. Exits with 1 if
     the model does not fit.
     """
-    arguments = parse_server_args(server_arg or []) | ({} if dtype is None else {"dtype": dtype})
+    arguments = parse_server_args(server_arg or [], ("model", "tp_size"))
+    arguments |= {} if dtype is None else {"dtype": dtype}
     from enginepool.doctor.plan.plan import make
     from enginepool.doctor.plan.report import show
 
@@ -212,10 +213,23 @@ def _first_run(
         devices, budget=budget, start=timeout, say=lambda text: print(text, file=sys.stderr)
     )
     text = json.dumps(report, indent=2)
-    print(text) if output is None else output.write_text(text + "\n", encoding="utf-8")
+    written = _write(output, text)
     if report["interrupted"]:
         raise KeyboardInterrupt("interrupted; the report has the checks so far")
-    raise typer.Exit(0 if report["ok"] else 1)
+    raise typer.Exit(0 if report["ok"] and written else 1)
+
+
+def _write(output: Path | None, text: str) -> bool:
+    """Write a report, which took minutes. If the file cannot be written, standard output gets it.
+    Returns whether it is where it should be."""
+    try:
+        if output is not None:
+            output.write_text(text + "\n", encoding="utf-8")
+            return True
+    except OSError as error:
+        complain(f"--output {output}: {error.strerror}; the report is on standard output")
+    print(text)
+    return output is None
 
 
 def _profile(model: str | None, arguments: dict[str, Any], as_json: bool) -> None:

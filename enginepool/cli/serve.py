@@ -64,7 +64,7 @@ MaxQueuedRequests = Annotated[
         "one call: its prompts times their samples."
     ),
 ]
-MaxBodyBytes = Annotated[int, typer.Option()]
+MaxBodyBytes = Annotated[int, typer.Option(help="The most bytes of a request's body.")]
 MaxPrompts = Annotated[int, typer.Option(help="The most prompts of one request.")]
 MaxN = Annotated[int, typer.Option(help="The most samples of one prompt.")]
 RequestTimeout = Annotated[float | None, typer.Option(help="Seconds for one request.")]

@@ -57,7 +57,7 @@ print(json.dumps({
 
 
 def examine(timeout: float = 60.0, config: PoolConfig | None = None) -> dict[str, Any]:
-    """Make the report. Problems are part of it and never raised.
+    """Make the report. Problems of the host are part of it and never raised.
 
     Args:
         timeout: Seconds that JAX may take to start.
@@ -66,6 +66,9 @@ def examine(timeout: float = 60.0, config: PoolConfig | None = None) -> dict[str
     Returns:
         The findings. `problems` keep a pool from running. `warnings` are about its settings on a
         TPU and about other defects. Both are lists of `{"problem", "remedy"}`.
+
+    Raises:
+        InvalidConfig: On a TPU, an option has a value that no size can be computed with.
     """
     # This comes first, because the process that starts JAX holds the TPU itself.
     holders, hidden = device_holders()
@@ -119,7 +122,7 @@ def device_holders(proc: Path = Path("/proc")) -> tuple[list[dict[str, Any]], in
     for folder in proc.glob("[0-9]*"):
         try:
             links = [os.readlink(entry.path) for entry in os.scandir(folder / "fd")]
-            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+            said = (folder / "cmdline").read_bytes().replace(b"\0", b" ")
         except PermissionError:
             hidden += 1
             continue
@@ -127,6 +130,7 @@ def device_holders(proc: Path = Path("/proc")) -> tuple[list[dict[str, Any]], in
             continue
         files = sorted({link for link in links if _is_tpu(link)})
         if files:
+            command = said.decode(errors="replace").strip()
             found.append({"pid": int(folder.name), "command": command, "files": files})
     return sorted(found, key=lambda holder: holder["pid"]), hidden
 

@@ -17,17 +17,12 @@ _IDLE_SECONDS = 1.0
 _PROMPT = 4  # tokens
 
 
-def profile(
-    pool: EnginePool, *, requests: int, tokens: int | list[int], **options: Any
-) -> dict[str, Any]:
+def profile(pool: EnginePool, *, requests: int, tokens: int) -> dict[str, Any]:
     """Keep the first engine busy, with the others idle, and measure its steps.
 
     Args:
         requests: The size of the batch throughout.
-        tokens: The output tokens of each request, and so the decode steps of the run. A list has
-            one number for each request. Requests that do not fit the batch are prefilled when
-            others end.
-        options: Further ones of `Engine.generate`.
+        tokens: The output tokens of each request, and so the decode steps of the run.
 
     Returns:
         `first_token_ms`: the wait of a request for its first token once the engine has taken it.
@@ -38,15 +33,14 @@ def profile(
     """
     engine: Any = pool.engines[0]
     prompts = [[1 + i, *range(2, _PROMPT + 1)] for i in range(requests)]
-    each = [tokens] * requests if isinstance(tokens, int) else tokens
-    params = [{"temperature": 0.0, "max_new_tokens": n, "ignore_eos": True} for n in each]
-    engine.generate(input_ids=prompts, sampling_params=params, **options)
+    params = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
+    engine.generate(input_ids=prompts, sampling_params=params)
     engine.flush_cache()
     pool.runtime.swap_programs.join()  # what it compiles ahead would count, and take the GIL
     compiled = pool.stats()["executables"]
     started = time.perf_counter()
     with profiled(pool.runtime.workers[0]) as found:
-        engine.generate(input_ids=prompts, sampling_params=params, **options)
+        engine.generate(input_ids=prompts, sampling_params=params)
     # This includes the end of `profiled`: the thread goes on after its caller has the answer.
     seconds = time.perf_counter() - started
     step, gil = seconds / found.steps, found.per_step(found.cpu)

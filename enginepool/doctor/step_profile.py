@@ -41,11 +41,9 @@ _STEADY_PROGRAM = {"step": "launch", **dict.fromkeys(("begin", "tally"), "join")
 _SENDER = {"batch": "join"}
 # Methods that run a step of upstream's or a prefill, and those that run several decode steps.
 _SINGLE, _STEPS = ("forward_batch_generation", "launch"), ("step",)
-# The cost of decode steps, with or without prefills between them.
-DECODE = ("launch", "device", "tokens")
 SECTIONS = (
     *("admission", "scheduling", "prefix cache", "KV pages", "batch", "transfers", "prefill"),
-    *("bookkeeping", "output", "join", *DECODE),
+    *("bookkeeping", "output", "join", "launch", "device", "tokens"),
 )
 
 

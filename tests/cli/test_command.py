@@ -11,6 +11,7 @@ import subprocess
 import sys
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from enginepool.cli.arguments import parse_devices, parse_server_args
@@ -163,6 +164,30 @@ def test_server_args_are_json_or_strings():
 def test_server_args_that_cannot_be_read_are_named(pair, message):
     with pytest.raises(InvalidConfig, match=message):
         parse_server_args([pair])
+
+
+@pytest.mark.parametrize(
+    ("command", "pair", "hint"),
+    [
+        (["generate", "a"], "warmup=none", "use --warmup"),
+        (["doctor"], "devices=2", "use --devices"),
+        (["doctor"], "warmup=none", "this command has no --warmup"),
+        (["plan", "--model", "a", "--topology", "v5e-8"], "tp-size=2", "use --tp-size"),
+        (["plan", "--model", "a", "--topology", "v5e-8"], "devices=2", "has no --devices"),
+        (["reference", "swap"], "warmup=none", "this command has no --warmup"),
+    ],
+)
+def test_an_option_of_the_pool_among_server_args(command, pair, hint):
+    """The error names the command's own option, or says that it has none."""
+    result = invoke(*command, "--server-arg", pair)
+    assert result.exit_code == 2
+    assert result.stderr.endswith(f"{hint}\n")
+
+
+def test_every_option_of_the_server_is_explained():
+    """docs/operating.md says that `enginepool serve --help` explains them."""
+    serve = typer.main.get_command(app).commands["serve"]
+    assert [option.name for option in serve.params if not getattr(option, "help", None)] == []
 
 
 def test_text_has_one_prompt_a_line_and_no_empty_ones():

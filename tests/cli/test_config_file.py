@@ -112,6 +112,7 @@ def test_the_command_line_and_the_environment_go_before(
         ("dtype: float32\n'dtype': bfloat16", "'dtype' is there twice"),
         ("model: a\nmodel-path: b", "model and model_path are one option; give one of them"),
         ("tp_size: 1\ntensor_parallel_size: 2", "tp_size and tensor_parallel_size are one option"),
+        ("revision: 2026-13-01", "month must be in 1..12"),
     ],
 )
 def test_a_file_with_invalid_options(tmp_path: Path, text: str, why: str) -> None:
@@ -120,6 +121,20 @@ def test_a_file_with_invalid_options(tmp_path: Path, text: str, why: str) -> Non
     assert result.exit_code == 2, result.output
     assert why in result.output
     assert len(result.output.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("serve.yaml", "revision: 2026-11-29\nmodel_root: 2026-11-29"),
+        ("serve.toml", "revision = 2026-11-29\nmodel_root = 2026-11-29"),
+    ],
+)
+def test_a_date_is_text(tmp_path: Path, name: str, text: str) -> None:
+    """YAML and TOML read it as a date. Options take its text."""
+    own, _, upstream = read("--config", written(tmp_path, text, name))
+    assert upstream["revision"] == "2026-11-29"
+    assert own["model_root"] == Path("2026-11-29")
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,14 @@ def test_holders_are_the_processes_with_a_chip_or_the_lock_file_open(tmp_path):
     )
 
 
+def test_a_command_line_in_another_encoding(tmp_path):
+    """It is shown, with a mark for each byte that is no UTF-8."""
+    process(tmp_path, 7, ["python"], "/dev/accel0")
+    (tmp_path / "7" / "cmdline").write_bytes(b"python\0caf\xe9.py\0")
+    [holder], _ = environment.device_holders(tmp_path)
+    assert holder["command"] == "python caf\ufffd.py"
+
+
 @pytest.mark.parametrize(
     ("holders", "hidden", "state"),
     [([], 0, "stale"), ([], 3, "unknown"), ([HOLDER], 0, "held"), ([HOLDER], 3, "held")],

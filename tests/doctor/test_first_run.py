@@ -222,7 +222,7 @@ def test_checks_wait_for_programs_that_are_compiled_ahead(
 def test_page_size_that_is_refused() -> None:
     """It is no failure: the pool refuses it before anything is built."""
     options = {"page_size": 16}
-    refused = looked(lambda checklist: pools.check_variant("it", options, checklist, print))["it"]
+    refused = looked(lambda checks: pools.check_variant(1, "it", options, checks, print))["it"]
     assert (refused["status"], refused["seen"]["taken"]) == ("ok", False)
     assert "use page_size=1" in refused["seen"]["why"]
 
@@ -232,9 +232,26 @@ def test_a_refusal_of_something_else_is_an_error(monkeypatch: pytest.MonkeyPatch
     name = next(iter(REFUSED_ENVIRONMENT))
     monkeypatch.setenv(name, "1")
     options = {"dtype": "bfloat16"}
-    found = looked(lambda checklist: pools.check_variant("it", options, checklist, print))["it"]
+    found = looked(lambda checklist: pools.check_variant(1, "it", options, checklist, print))["it"]
     assert found["status"] == "error"
     assert name in found["problems"][0]
+
+
+def test_a_variant_uses_the_devices_that_were_given() -> None:
+    """There is no such device here, so the engine is not built on another one."""
+    check = partial(pools.check_variant, [99], "it", {"dtype": "bfloat16"})
+    found = looked(lambda checklist: check(checklist, print))["it"]
+    assert found["status"] == "error"
+    assert "unknown id 99" in found["problems"][0]
+
+
+def test_a_report_whose_file_cannot_be_written() -> None:
+    """Standard output gets the report, which took minutes. The exit code is 1."""
+    command = ["doctor", "--first-run", "--devices", "1", "--budget", "1"]
+    done = CliRunner().invoke(app, [*command, "--output", "/dev/full"])
+    assert done.exit_code == 1, done.output
+    assert json.loads(done.stdout)["skipped"] == ["pool", *VARIANTS, "persistent_cache"]
+    assert "enginepool: --output /dev/full: No space left on device; the report" in done.stderr
 
 
 def test_what_raises_is_recorded() -> None:
@@ -266,7 +283,7 @@ def test_names_of_checks_stay(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     folder.mkdir()
     (folder / "config.json").write_bytes((toy.checkpoint() / "config.json").read_bytes())
     broken = {"model": str(folder), "dtype": "float32"}
-    found = looked(lambda checklist: pools.check_variant("bfloat16", broken, checklist, print))
+    found = looked(lambda checklist: pools.check_variant(1, "bfloat16", broken, checklist, print))
     assert found["bfloat16"]["status"] == "error"
     assert "bfloat16" not in found["bfloat16"]["problems"][0]
 

@@ -1,7 +1,9 @@
 """What every patch does: apply, revert, refuse."""
 
 import inspect
+import os
 import re
+import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -259,3 +261,13 @@ def test_the_next_pool_reverts_patches_that_one_could_not(no_pool_open, monkeypa
     with startup.patched():
         pass
     assert not any(map(patches.is_applied, patches.ALL))
+
+
+def test_reader_that_leaves_ends_the_command_quietly():
+    """As with `head`. The process ends as SIGPIPE ends any program."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "patches"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (-signal.SIGPIPE, "")

@@ -306,3 +306,12 @@ def test_every_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     with pytest.raises(InvalidConfig, match=r"nobody\.invalid"):
         addresses("http://nobody.invalid")
+
+
+@pytest.mark.parametrize("url", ["hosts", "localhost:30000", "http://[::1", "http://hosts:99999"])
+def test_every_address_of_no_host(url: str) -> None:
+    """It is one clear line. Without a host, no address of this machine stands in for it."""
+    result = CliRunner().invoke(app, ["admin", "--base-url", url, "--every-address", "status"])
+    assert result.exit_code == 2, result.output
+    assert result.stderr.startswith(f"enginepool: --base-url {url}: ")
+    assert result.stderr.count("\n") == 1

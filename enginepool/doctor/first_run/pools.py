@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -87,13 +87,18 @@ def check_open_pool(pool: EnginePool, checklist: Checklist) -> None:
 
 
 def check_variant(
-    name: str, options: dict[str, Any], checklist: Checklist, say: Callable[[str], None]
+    devices: DeviceSpec,
+    name: str,
+    options: dict[str, Any],
+    checklist: Checklist,
+    say: Callable[[str], None],
 ) -> None:
     """Build one engine with these options on the first device. Check sums and a long output."""
+    first = devices[:1] if isinstance(devices, Sequence) else 1
 
     def check(found: Finding) -> None:
         try:
-            pool = opened(1, found, say, **options)
+            pool = opened(first, found, say, **options)
         except InvalidConfig as error:
             if not any(f"{option}=" in str(error) for option in options):
                 raise  # the error is not about these options

@@ -31,9 +31,9 @@ def run_stage(
 ) -> None:
     """Run a stage for `job["seconds"]` at most, and report an outcome of every planned check.
 
-    A process that fails after its last check has an outcome of its own, "<stage>_process".
-
-    It does not use JAX's persistent cache, because the time of compiling is measured.
+    A process that fails after its last check has an outcome of its own, such as "pool_process".
+    No process uses the compilation cache of the environment, because the time of compiling is
+    measured.
 
     Args:
         module: Runs a stage when it is the main module, as `stages` does.

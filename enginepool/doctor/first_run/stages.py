@@ -38,7 +38,7 @@ def main(job: dict[str, Any], line: Line) -> None:
         pools.check_pool(job["devices"], checklist, say)
     else:
         line({"plan": [job["name"]]})
-        pools.check_variant(job["name"], job["options"], checklist, say)
+        pools.check_variant(job["devices"], job["name"], job["options"], checklist, say)
 
 
 def standard_output() -> Line:
