@@ -134,4 +134,5 @@ def _chunks(labels: list[int]) -> list[list[int]]:
 def _softmax(row: list[float]) -> list[float]:
     most = max(row)
     each = [math.exp(value - most) for value in row]
-    return [value / sum(each) for value in each]
+    total = sum(each)
+    return [value / total for value in each]
