@@ -1,7 +1,7 @@
 """The sampling parameters of a call that gives none. They come from generation_config.json.
 
-The pool takes the fields that upstream's `Engine.get_default_sampling_params` takes, and fields
-that have another name in the pool. If a field would change the output and engines do not compute
+The pool takes the fields that upstream's `Engine.get_default_sampling_params` takes, and also
+`min_new_tokens` and `stop_strings`. If a field would change the output and engines do not compute
 it, calls that need the defaults are refused.
 """
 

@@ -143,7 +143,10 @@ class GrammarHelper:
                 pipe.close()
 
     def close(self) -> None:
-        """End the process for good. A thread that waits for its answer gets `TrialEnded`."""
+        """End the process for good.
+
+        A thread that waits for an answer gets `TrialEnded`, or `NobodyWaits` during the start.
+        """
         with self._lock:
             self._closed = True
             if self._process is not None:

@@ -33,12 +33,13 @@ _FLOATS: Mapping[str, tuple[float, float, str]] = {
 # The least `top_p` that engines get. It leaves the most probable token. A much smaller value is 0
 # in float32 and leaves no token.
 _LEAST_TOP_P = 1e-30
+_COUNT = f"an integer, 1 or more, up to {_INT32 - 1}"
 _INTS: Mapping[str, tuple[int, int, str]] = {
-    "max_new_tokens": (0, _INT32 - 1, "an integer, 1 or more"),  # the input processor checks 0
-    "min_new_tokens": (0, _INT32 - 1, "an integer, 0 or more"),
-    "n": (1, 1 << 20, "an integer, 1 or more"),
+    "max_new_tokens": (0, _INT32 - 1, _COUNT),  # the input processor checks 0
+    "min_new_tokens": (0, _INT32 - 1, f"an integer, 0 or more, up to {_INT32 - 1}"),
+    "n": (1, 1 << 20, f"an integer, 1 or more, up to {1 << 20}"),
     "sampling_seed": (-_INT32, _INT32 - 1, "a 32-bit integer"),
-    "stream_interval": (1, _INT32 - 1, "an integer, 1 or more"),
+    "stream_interval": (1, _INT32 - 1, _COUNT),
 }
 _IGNORED_BY_UPSTREAM = {"repetition_penalty": 1.0, "logit_bias": None}
 _FLAGS = ("ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim")
@@ -169,7 +170,7 @@ def _check_value(name: str, value: Any, vocab_size: int) -> None:
         flag(name, value)
     elif name == "top_k":
         inside = is_int(value) and (value == -1 or 1 <= value < _INT32)
-        _require(inside, name, value, "-1 (all) or an integer, 1 or more")
+        _require(inside, name, value, f"-1 (all) or {_COUNT}")
     elif name in _IGNORED_BY_UPSTREAM:
         _require(
             value == _IGNORED_BY_UPSTREAM[name] or value == {},

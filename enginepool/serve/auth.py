@@ -14,7 +14,8 @@ from enginepool.serve.error_replies import Refused
 from enginepool.serve.options import ServeOptions, is_loopback
 from enginepool.serve.pages import PAGES
 
-# Probes, metrics and the pages, which hold no data, need no key. Upstream does the same.
+# Paths that need no key: probes and metrics, as in upstream, and the pages, which hold no data.
+# `/health_generate` needs one, because it makes engines work.
 OPEN = frozenset({*PAGES, "/health", "/ready", "/metrics"})
 
 # Headers that a browser sends for a page of another site, or that a proxy adds.

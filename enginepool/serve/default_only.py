@@ -1,6 +1,6 @@
-"""Fields of OpenAI's, vLLM's and sglang's servers that are accepted with their default value only.
+"""Fields of OpenAI's, vLLM's and sglang's servers, for the routes that do not know them.
 
-The default has no effect, and is ignored. Any other value of these fields is refused.
+Such a route ignores a field that has its default value. It refuses any other value.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _DEFAULTS: Mapping[str, Collection[Any]] = {
     "log_metrics": (True,),
     "token_step": (0,),
 }
-# Fields of other servers. A route that does not know one of them accepts an empty value. Under any
-# other unknown name, which may be misspelt, an empty value is refused.
+# Fields whose default is an empty value. Under any other unknown name, which may be misspelt, an
+# empty value is refused.
 _NAMES = frozenset(
     (
         *("audio", "background", "functions", "max_tool_calls", "prediction", "reasoning"),

@@ -114,8 +114,8 @@ def error_reply(error: Exception, *, admin: bool = False) -> Response:
 
 
 def _invalid_body(errors: Sequence[Any]) -> Refused:
-    """The first few problems of a body. What was sent is not quoted: for a missing field, pydantic
-    gives all the fields beside it."""
+    """The first few problems of a body. pydantic's `input` is not copied: for a missing field, it
+    is the whole object around that field."""
     told, params = [], []
     for error in errors[:5]:
         if error["type"] == "json_invalid":

@@ -147,6 +147,7 @@ class Exchange:
             self.call = await in_thread(
                 self._make_call, obj, prompt_logprobs, thinking, special_tokens, limiter=limiter
             )
+        self._exchanges.check_cut()
         self._outputs = self._front.outputs(self.call, obj, self._options.request_timeout)
         self._first = await anext(self._outputs)
         if obj.stream:

@@ -17,6 +17,7 @@ class OpenExchanges:
 
     Attributes:
         draining: Whether new requests are refused while running ones finish.
+        cut: The message for unfinished requests, once the drain's time is over. None before.
     """
 
     def __init__(
@@ -30,6 +31,7 @@ class OpenExchanges:
             note: Called with the record of each request that has ended.
         """
         self.draining = False
+        self.cut: str | None = None
         self._options, self._admin, self._note = options, admin, note
         self._count = 0
         self._rids: set[str] = set()
@@ -46,6 +48,11 @@ class OpenExchanges:
             )  # fmt: skip
         if self._options.reject_while_reloading and self._admin.reloading:
             raise Refused(503, "new weights are being loaded", code="reloading", retry_after=1)
+
+    def check_cut(self) -> None:
+        """Raise if the drain's time is over. A request may only now be ready to run."""
+        if self.cut is not None:
+            raise Refused(503, self.cut, code="draining", retry_after=10)
 
     def began(self) -> None:
         self._count += 1

@@ -74,8 +74,9 @@ def router(service: Service) -> APIRouter:
     async def model(model: str) -> ServedModelCard:
         cards = {card.id: card for card in _cards(service)}
         if model not in cards:
+            served = ", ".join(cards)
             raise Refused(
-                404, f"the model {model!r} is not served here, {', '.join(cards)} is", param="model"
+                404, f"the model {model!r} is not served here; served: {served}", param="model"
             )
         return cards[model]
 

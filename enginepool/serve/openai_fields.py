@@ -34,7 +34,8 @@ def check_fields(body: ChatBody | CompletionBody, server_args: ServerArgs) -> No
     for name in ("prompt_logprobs", "return_sampling_mask", "return_routed_experts"):
         if getattr(body, name) not in (None, False) and body.stream:
             raise not_in_a_stream(name)
-    if body.prompt_logprobs is not None and getattr(body, "echo", False) and body.logprobs:
+    echoed = getattr(body, "echo", False) and body.logprobs is not None
+    if body.prompt_logprobs is not None and echoed:
         raise Refused(
             400, "prompt_logprobs, and echo with logprobs, both return the prompt's "
             "log-probabilities; give one of them",
@@ -58,11 +59,8 @@ def check_fields(body: ChatBody | CompletionBody, server_args: ServerArgs) -> No
             "in them; for the ids themselves send return_token_ids",
             param="return_tokens_as_token_ids",
         )  # fmt: skip
-    scored = body.prompt_logprobs is not None or (
-        getattr(body, "echo", False) and body.logprobs is not None
-    )
     # `vars`, because `body.max_tokens` warns: OpenAI calls it deprecated.
-    _check_lengths(vars(body), scored=scored)
+    _check_lengths(vars(body), scored=echoed or body.prompt_logprobs is not None)
     if isinstance(body, ChatBody):
         _check_chat(body, server_args)
         _check_reasoning(body, server_args.reasoning_parser)
@@ -106,8 +104,8 @@ def _check_chat(body: ChatBody, server_args: ServerArgs) -> None:
         raise Refused(
             400,
             "tools: the server was started without --tool-call-parser, which says how its model "
-            "writes calls (upstream's names: qwen25, llama3, …); start it with one, or send "
-            'tool_choice="none"',
+            "writes calls (upstream's names: qwen25, qwen3_coder, …); start it with one, or leave "
+            'tools out (in a chat, tool_choice="none" does that)',
             param="tools",
         )
 

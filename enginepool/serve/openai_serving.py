@@ -234,7 +234,9 @@ class Chat(_Serving, OpenAIServingChat):
         if finish_reason["type"] != "stop":
             calls, said = cut_calls(text, tools, tool_call_parser)
             return calls or None, said, finish_reason
-        return super()._process_tool_calls(text, tools, tool_call_parser, finish_reason, **choice)
+        # Upstream changes the reason, and this one is the request's own.
+        reason = dict(finish_reason)
+        return super()._process_tool_calls(text, tools, tool_call_parser, reason, **choice)
 
     def _process_logprobs_tokens(self, logprobs: Any, use_token_index: bool = False) -> Any:
         # A chunk may have several tokens. Upstream gives each of them the first one's text.

@@ -62,7 +62,7 @@ class ServeOptions:
             if not 0 <= port <= LAST_PORT:
                 raise InvalidConfig(f"port {port}: expected 0 (any that is free) to {LAST_PORT}")
         if len(set(ports)) < len(ports):
-            raise InvalidConfig(f"ports {ports}: one port for the pool and one for each engine")
+            raise InvalidConfig(f"ports {ports}: the pool and each engine need a port of their own")
         for name in ("max_body_bytes", "max_prompts", "max_n"):
             if getattr(self, name) < 1:
                 raise InvalidConfig(f"{name}={getattr(self, name)}: expected 1 or more")

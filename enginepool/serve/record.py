@@ -1,4 +1,4 @@
-"""The record of a finished HTTP exchange, which the log and the metrics read."""
+"""The record of a finished HTTP exchange, for the log, the metrics and the history."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from enginepool.dispatch.request import Call, Request
 from enginepool.serve.error_replies import Refused
 
-CLIENT_GONE = 499  # the client has left; only the log reads it
+CLIENT_GONE = 499  # the client has left, so nobody gets this status
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ _FIT = re.compile(r"[!-~]{1,128}")  # safe in a log and in a header
 
 
 class RequestId:
-    """The outermost middleware. Inside it, errors quote nothing of what was sent."""
+    """The outermost middleware. Inside it, errors quote no prompts."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app

@@ -22,12 +22,17 @@ class Answer:
 
     Args:
         tokens: Counts the tokens of a text.
+
+    Attributes:
+        think_end: The mark after the thinking of the answer. None if there is no thinking.
     """
 
     def __init__(
         self, body: ResponsesBody, chat: ChatBody, call: Call, tokens: Callable[[str], int]
     ) -> None:
         self._request, self._tokens = call.requests[0], tokens
+        thinking = self._request.thinking
+        self.think_end = None if thinking is None else thinking.end
         self.items: list[dict[str, Any]] = []
         self._about: dict[str, Any] = {
             "id": self._request.shown_rid,
@@ -79,6 +84,18 @@ class Answer:
         cut = last and self._reason in ("length", "abort")
         item["status"] = "incomplete" if cut else "completed"
 
+    def after_thinking(self, logprobs: list[Any]) -> list[Any]:
+        """The log-probabilities of the tokens after the thinking. The others belong to no
+        message."""
+        mark, seen = self.think_end, ""
+        if mark is None:
+            return logprobs
+        for place, one in enumerate(logprobs, 1):
+            seen = seen[-len(mark) :] + one["token"]
+            if mark in seen:
+                return logprobs[place:]
+        return logprobs
+
     def whole(self, reply: dict[str, Any]) -> dict[str, Any]:
         """The response to a chat's whole reply."""
         (choice,) = reply["choices"]
@@ -86,7 +103,7 @@ class Answer:
         if message["reasoning_content"]:
             self.begin("reasoning", summary=[], content=_reasoning(message["reasoning_content"]))
         if message["content"] is not None or not (message["tool_calls"] or self.items):
-            logprobs = (choice.get("logprobs") or {}).get("content") or []
+            logprobs = self.after_thinking(_logprobs(choice))
             text = _text(message["content"] or "", logprobs)
             self.begin("message", role="assistant", content=[text])
         for call in message["tool_calls"] or ():
@@ -116,6 +133,8 @@ class Events:
         self._answer = answer
         self._number = -1
         self._item: dict[str, Any] | None = None  # that is being written
+        # The log-probabilities before the first text. None after it, or without thinking.
+        self._held: list[Any] | None = None if answer.think_end is None else []
 
     async def of(self, pieces: AsyncIterable[Any]) -> AsyncIterator[str]:
         for kind in ("created", "in_progress"):
@@ -146,7 +165,7 @@ class Events:
         if delta["reasoning_content"]:
             yield from self._begun("reasoning", summary=[], content=_reasoning(""))
             yield self._grown("reasoning_text", delta["reasoning_content"])
-        logprobs = (choice.get("logprobs") or {}).get("content") or []
+        logprobs = self._after_thinking(_logprobs(choice), said=bool(delta["content"]))
         if delta["content"] or (logprobs and self._belongs_to_message(delta)):
             yield from self._begun("message", role="assistant", content=[_text("", [])])
             assert self._item is not None
@@ -161,6 +180,16 @@ class Events:
                 assert self._item is not None
                 self._item["arguments"] += arguments
                 yield self._of_item("response.function_call_arguments.delta", delta=arguments)
+
+    def _after_thinking(self, logprobs: list[Any], *, said: bool) -> list[Any]:
+        """Hold log-probabilities back until a text says where the thinking has ended."""
+        if self._held is None:
+            return logprobs
+        self._held += logprobs
+        if not said:
+            return []
+        held, self._held = self._held, None
+        return self._answer.after_thinking(held)
 
     def _belongs_to_message(self, delta: Mapping[str, Any]) -> bool:
         """Whether log-probabilities without text belong to the message."""
@@ -216,6 +245,10 @@ class Events:
 
 def _text(text: str, logprobs: list[Any]) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+
+def _logprobs(choice: Mapping[str, Any]) -> list[Any]:
+    return (choice.get("logprobs") or {}).get("content") or []
 
 
 def _reasoning(text: str) -> list[dict[str, Any]]:

@@ -48,6 +48,7 @@ class ScoreExchange(Exchange):
             prompts = self._prompts(query, items, labels, item_first)
             async with self.models.loaded(self.adapter):
                 self.call = await run_sync(self._make_score_call, prompts, labels)
+            self._exchanges.check_cut()
             await self._wait(self.call)
         except Exception as error:
             self.failure = as_refused(error)
@@ -134,4 +135,5 @@ def _chunks(labels: list[int]) -> list[list[int]]:
 def _softmax(row: list[float]) -> list[float]:
     most = max(row)
     each = [math.exp(value - most) for value in row]
-    return [value / sum(each) for value in each]
+    total = sum(each)
+    return [value / total for value in each]

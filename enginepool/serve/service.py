@@ -120,6 +120,7 @@ class Service:
         dispatch = self.runtime.dispatch
         limit = f"--drain-timeout {self.options.drain_timeout:g}"
         message = f"the server ended before this was finished ({limit})"
+        self.exchanges.cut = message
         dispatch.abort(dispatch.unfinished(), message, "draining")
 
     def status(self) -> dict[str, Any]:

@@ -44,7 +44,8 @@ class Markers:
         self._held = ""
 
     def pieces(self, more: str, *, last: bool) -> list[str]:
-        """The pieces so far. An end that may become a word is kept for later."""
+        """The pieces of the text that is new. An end that may become a word is kept for the next
+        call."""
         text = self._held + more
         if not self.words:
             return [text] if text else []
@@ -71,6 +72,7 @@ class Calls:
         self._fed = 0  # since the last marker or text
         self._whole = self._text = ""
         self._sent: list[tuple[str, str]] = []  # name and arguments of each call
+        self._open: int | None = None  # the place of the call that is being sent
         self._places: dict[int, int] = {}  # in that list, by the parser's own number
 
     @property
@@ -101,6 +103,7 @@ class Calls:
                 logger().warning("enginepool.tool_calls", error=type(error).__name__)
                 return
             if said:
+                yield from self._end_call()
                 self._text, self._fed = self._text + said, 0
                 yield DeltaMessage(content=said)
             for item in items:
@@ -111,7 +114,8 @@ class Calls:
 
     def _call_deltas(self, number: int, name: str | None, arguments: str) -> Iterator[DeltaMessage]:
         if name:
-            self._places[number] = len(self._sent)
+            yield from self._end_call()
+            self._places[number] = self._open = len(self._sent)
             self._sent.append((name, arguments))
             yield _call(len(self._sent) - 1, name, arguments)
         elif arguments and number in self._places:
@@ -119,28 +123,43 @@ class Calls:
             self._sent[place] = (self._sent[place][0], self._sent[place][1] + arguments)
             yield _call(place, None, arguments)
 
+    def _end_call(self) -> Iterator[DeltaMessage]:
+        """The end of the last call's arguments, if the parser has not sent it: text or another call
+        comes next. Some parsers send no empty arguments, or leave out a last brace."""
+        place, self._open = self._open, None
+        if place is not None and not _is_json(self._sent[place][1]):
+            for name, forms in self._found()[place : place + 1]:
+                yield from self._left(place, name, forms)
+
     def _rest(self) -> Iterator[DeltaMessage]:
         """Text and calls that the parser finds only in the whole answer."""
-        parser = self._make()
-        if not parser.has_tool_call(self._whole):
+        if not self._make().has_tool_call(self._whole):
             if self._whole.startswith(self._text) and (left := self._whole[len(self._text) :]):
                 yield DeltaMessage(content=left)
             return
-        try:
-            _, calls = parser.parse_non_stream(self._whole)
-            found = [(call.name or "", _forms(call.parameters or "{}")) for call in calls]
-        except Exception as error:
-            logger().warning("enginepool.tool_calls", error=type(error).__name__)
-            return
-        for place, (name, forms) in enumerate(found):
-            if place == len(self._sent):
+        for place, (name, forms) in enumerate(self._found()):
+            if place < len(self._sent):
+                yield from self._left(place, name, forms)
+            else:
                 self._sent.append((name, forms[0]))
                 yield _call(place, name, forms[0])
-                continue
-            told_name, told = self._sent[place]
-            left = [form[len(told) :] for form in forms if form.startswith(told)]
-            if told_name == name and left and left[0]:
-                yield _call(place, None, left[0])
+
+    def _found(self) -> list[tuple[str, list[str]]]:
+        """The name and the arguments of each call in the text so far."""
+        try:
+            _, calls = self._make().parse_non_stream(self._whole)
+            return [(call.name or "", _forms(call.parameters or "{}")) for call in calls]
+        except Exception as error:
+            logger().warning("enginepool.tool_calls", error=type(error).__name__)
+            return []
+
+    def _left(self, place: int, name: str, forms: list[str]) -> Iterator[DeltaMessage]:
+        """The arguments of a call that were not sent."""
+        told_name, told = self._sent[place]
+        left = [form[len(told) :] for form in forms if form.startswith(told)]
+        if told_name == name and left and left[0]:
+            self._sent[place] = name, told + left[0]
+            yield _call(place, None, left[0])
 
 
 def cut_calls(text: str, tools: Any, parser: str) -> tuple[list[ToolCall], str]:
@@ -220,6 +239,14 @@ def _call(place: int, name: str | None, arguments: str) -> DeltaMessage:
     one = None if name is None else f"call_{uuid.uuid4().hex[:24]}"
     function = FunctionResponse(name=name, arguments=arguments)
     return DeltaMessage(tool_calls=[ToolCall(id=one, index=place, function=function)])
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _forms(arguments: str) -> list[str]:

@@ -150,7 +150,6 @@ class StreamedIds:
         self._call, self._chat = call, chat
         self._ids: dict[int, list[int]] = {}
         self._sent: dict[int, int] = {}
-        self._last: dict[str, Any] = {}
 
     def observe(self, output: dict[str, Any]) -> None:
         """Called with every output before upstream's class makes chunks of it."""
@@ -158,12 +157,10 @@ class StreamedIds:
 
     async def with_fields(self, pieces: AsyncIterator[Any]) -> AsyncIterator[str]:
         async for piece in pieces:
-            if piece.startswith(_DONE):
-                for rest in self._unsent():
-                    yield rest
-                yield piece
-            else:
+            if _is_chunk(piece):
                 yield self._with_fields(json.loads(piece[len(_DATA) :]))
+            else:
+                yield piece
 
     def _with_fields(self, chunk: dict[str, Any]) -> str:
         for choice in chunk.get("choices", ()):
@@ -175,7 +172,6 @@ class StreamedIds:
                 elif not self._sent:
                     chunk["prompt_token_ids"] = prompt
             choice["token_ids"] = self._new(index)
-            self._last = chunk
         return _event(chunk)
 
     def _new(self, index: int) -> list[int]:
@@ -183,16 +179,6 @@ class StreamedIds:
         new = ids[self._sent.get(index, 0) :]
         self._sent[index] = len(ids)
         return new
-
-    def _unsent(self) -> list[str]:
-        """Chunks for ids that no chunk of their output has carried."""
-        chunks = []
-        for index, ids in self._ids.items():
-            if self._sent.get(index, 0) < len(ids):
-                content = {"delta": {}} if self._chat else {"text": ""}
-                choice = {"index": index, **content, "token_ids": self._new(index)}
-                chunks.append(_event({**self._last, "choices": [choice]}))
-        return chunks
 
 
 class UsageSoFar:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from enginepool.serve.stream_parsers import Calls, Reasoning, cut_calls
+from tests.serve.test_native import samples
 from tests.support.liveness import until
 from tests.support.marks import slow
 from tests.support.pools import MakePool
@@ -182,6 +183,29 @@ def test_responses_with_logprobs_and_calls(server: Running) -> None:
     assert {item.type for item in last.response.output} == {"function_call"}
 
 
+def test_metrics_of_a_call(server: Running) -> None:
+    """They have the reason that the engine gave, from a reply and from a stream alike."""
+    body = {
+        "model": "toy", "messages": TURNS, "max_tokens": 200, "tools": TOOLS,
+        "tool_choice": {"type": "function", "function": {"name": "stop"}},
+    }  # fmt: skip
+    with server.http() as client:
+        before = samples(client)
+        choice = post(server, CHAT, body)["choices"][0]
+        streamed = of_chunks(post(server, CHAT, body | {"stream": True}))[0]
+        assert choice["finish_reason"] == streamed["finish"] == "tool_calls"
+
+        def counted() -> dict[str, float]:
+            return {
+                key[-1]: value - before.get(key, 0)
+                for key, value in samples(client).items()
+                if key[0] == "request_success_total" and value != before.get(key, 0)
+            }
+
+        until(lambda: sum(counted().values()) == 2)
+        assert counted() == {"stop": 2}
+
+
 def test_a_forced_call_that_was_cut(server: Running) -> None:
     """The call as far as its parser has read it, and "length": in a reply, in a stream, and as a
     response."""
@@ -285,6 +309,9 @@ def test_a_parser_that_fails(
 # Outputs of models: names and arguments of calls, after some text.
 LOOK = ("look", {"place": "Rome", "days": 3})
 STOP = ("stop", {})
+ASK = ("ask", {"who": {"name": "Ann"}})
+ASKED = {"type": "object", "properties": {"who": {"type": "object"}}}
+ALL = [*TOOLS, {"type": "function", "function": {"name": "ask", "parameters": ASKED}}]
 
 
 def as_json(*calls: tuple[str, dict[str, Any]]) -> str:
@@ -299,6 +326,19 @@ def as_xml(*calls: tuple[str, dict[str, Any]]) -> str:
         f"<tool_call>\n<function={name}>\n"
         + "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
         + "</function>\n</tool_call>"
+        for name, arguments in calls
+    )
+
+
+def as_glm(*calls: tuple[str, dict[str, Any]]) -> str:
+    return "\n".join(
+        f"<tool_call>{name}\n"
+        + "".join(
+            f"<arg_key>{key}</arg_key>\n<arg_value>{value if key == 'place' else json.dumps(value)}"
+            "</arg_value>\n"
+            for key, value in arguments.items()
+        )
+        + "</tool_call>"
         for name, arguments in calls
     )
 
@@ -319,18 +359,24 @@ def in_pieces(parser: Any, text: str, size: int) -> Iterator[Any]:
         ("qwen25", "a < b and <tool", "a < b and <tool", []),
         ("qwen25", "", "", []),
         ("qwen3_coder", "hello " + as_xml(LOOK, LOOK), "hello", [LOOK, LOOK]),
+        ("qwen3_coder", as_xml(STOP, LOOK, STOP) + "\n", "", [STOP, LOOK, STOP]),
+        ("glm45", as_glm(ASK, STOP, LOOK), "", [ASK, STOP, LOOK]),
     ],
 )
 def test_calls_in_pieces(parser: str, text: str, said: str, calls: Any, size: int) -> None:
-    """The same calls, after the same text."""
+    """The same calls, after the same text. The arguments of a call come before what follows it."""
     from sgl_jax.srt.entrypoints.openai.protocol import Tool
 
     made: dict[int, list[str]] = {}
     content = ""
-    for delta in in_pieces(Calls([Tool(**one) for one in TOOLS], parser), text, size):
+    current = None
+    for delta in in_pieces(Calls([Tool(**one) for one in ALL], parser), text, size):
         content += delta.content or ""
+        current = None if delta.content else current
         for call in delta.tool_calls or ():
             assert (call.id is not None) == (call.index not in made)
+            current = current if call.id is None else call.index
+            assert call.index == current
             whole = made.setdefault(call.index, ["", ""])
             whole[0] += call.function.name or ""
             whole[1] += call.function.arguments or ""

@@ -260,3 +260,32 @@ def test_sighup_drains() -> None:
         one.process.send_signal(signal.SIGHUP)
         assert sent.result().json()["meta_info"]["completion_tokens"] == 300
         assert one.end() == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", BODIES["/generate"]),
+        ("/v1/score", {"query": SUM, "items": [""], "label_token_ids": [49]}),
+    ],
+)
+def test_a_request_that_is_not_submitted_yet(
+    one_sum: EnginePool, caplog: pytest.LogCaptureFixture, path: str, body: dict[str, Any]
+) -> None:
+    """Its text is still being tokenized when the drain's time is over. It runs no more."""
+    caplog.set_level("INFO", "enginepool")
+    lock = one_sum.runtime.input_processor.tokenizer.lock
+    with (
+        serving(one_sum, drain_timeout=0.1) as one,
+        one.http() as client,
+        callers() as threads,
+    ):
+        with lock:
+            sent = threads.submit(client.post, path, json=body)
+            until(lambda: lock.waiting or sent.done())
+            one.server.stop()
+            until(lambda: any(r.msg == "enginepool.drain_timeout" for r in caplog.records))
+        reply = sent.result()
+    assert reply.status_code == 503, reply.text
+    assert reply.json()["error"]["code"] == "draining"
+    assert reply.headers["retry-after"] == "10"

@@ -63,6 +63,7 @@ IGNORED: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {"response_format": {"type": "json_object"}}, "response_format"),
     (COMPLETIONS, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
     (COMPLETIONS, {"prompt_logprobs": 1, "echo": True, "logprobs": 1}, "prompt_logprobs"),
+    (COMPLETIONS, {"prompt_logprobs": 1, "echo": True, "logprobs": 0}, "prompt_logprobs"),
     (COMPLETIONS, {"priority": 1}, "priority"),
     (COMPLETIONS, {"cache_salt": "a", "extra_key": "b"}, "extra_key"),
     (GENERATE, {"logprob_start_len": 0}, "return_logprob"),

@@ -1,6 +1,7 @@
 """Log-probabilities of clients' texts, each compared with a plain JAX forward pass."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from enginepool import EnginePool, InvalidRequest, toy
+from enginepool.serve.scoring import _softmax
 from enginepool.serve.wire_extras import EchoedPrompts
 from tests.support.forced import LOGPROB_TOLERANCE
 from tests.support.scores import assert_named, assert_prompt_logprobs, chosen, reference
@@ -340,3 +342,11 @@ def test_score_refuses(plain: Running, body: dict[str, Any], part: str) -> None:
         reply = client.post("/v1/score", json={"model": "toy", **body})
     assert reply.status_code == 400, reply.text
     assert part in reply.json()["error"]["message"]
+
+
+def test_softmax_of_many_labels() -> None:
+    """In time that grows with their number, because the event loop waits for it."""
+    began = time.perf_counter()
+    values = _softmax([0.0] * 50_000)
+    assert time.perf_counter() - began < 1
+    assert values == pytest.approx([1 / 50_000] * 50_000)

@@ -106,6 +106,27 @@ def test_a_call(plain: Running, thinks: Any) -> None:
         assert set(kinds[1:]) == {"function_call"}
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_of_a_response(plain: Running, thinks: Any, stream: bool) -> None:
+    """A message has those of its own tokens, and none of the thinking before it."""
+    thinks("9")
+    form = {"type": "json_schema", "name": "letters", "schema": {"enum": ["ab"]}}
+    body = {
+        "model": "toy", "input": "12+7=", "temperature": 0, "text": {"format": form},
+        "include": ["message.output_text.logprobs"], "stream": stream,
+    }  # fmt: skip
+    with plain.http() as client:
+        reply = client.post("/v1/responses", json=body)
+    assert reply.status_code == 200, reply.text
+    made = reply.json() if not stream else json.loads(reply.text.split("data: ")[-1])["response"]
+    thought, said = made["output"]
+    assert thought["content"][0]["text"] == "1"
+    (part,) = said["content"]
+    assert part["text"] == json.dumps("ab")
+    tokens = [one["token"] for one in part["logprobs"]]
+    assert "".join(tokens) == part["text"] + "<|im_end|>"
+
+
 def test_nothing_is_thought(plain: Running, thinks: Any) -> None:
     """The prompt ends with the marker, as templates without thinking write it, or the model need
     not think. The form and the answer begin at once."""
