@@ -231,6 +231,15 @@ def raise_in_decode(pool: EnginePool) -> None:
     once([(pool.engines[0].tokenizer_manager.tokenizer, "decode")], 1, wrong)
 
 
+def raise_in_check(pool: EnginePool, engine_index: int, at: int = 1) -> None:
+    """The engine cannot make text of the ids of a request with stop strings."""
+
+    def wrong(*_: Any, **__: Any) -> Any:
+        raise Fault(f"the tokenizer of engine {engine_index} is broken")
+
+    once([(scheduler_of(pool, engine_index).tokenizer, "decode")], at, wrong)
+
+
 def placed_on(where: Any) -> set[int]:
     """The ids of the devices on which a `device_put` of one array or of many places it."""
     places = where if isinstance(where, list) else [where]
