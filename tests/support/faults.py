@@ -182,6 +182,11 @@ def hang_in_score(pool: EnginePool, engine_index: int, at: int = 1) -> Hang:
     return _hang([(scheduler_of(pool, engine_index).scorer.program, "run")], at)
 
 
+def hang_in_admission(pool: EnginePool, engine_index: int) -> Hang:
+    """The engine takes the next request, and does not admit it until the event is set."""
+    return _hang([(scheduler_of(pool, engine_index), "admit")])
+
+
 def hang_in_reset(pool: EnginePool, engine_index: int) -> Hang:
     """The next allocation of the KV cache takes until the event is set."""
     return _hang([(scheduler_of(pool, engine_index).kv_cache, "renew")])
