@@ -253,7 +253,7 @@ def test_a_prompt_that_leaves_while_it_waits_for_room(
 
 def test_an_output_that_waits_for_the_kv_cache_of_a_prompt(one: EnginePool) -> None:
     """It starts when the prompt is scored, though no output has ended."""
-    long = {"sampling_params": GREEDY | {"max_new_tokens": 400}, "input_ids": [5]}
+    long: Any = {"sampling_params": GREEDY | {"max_new_tokens": 400}, "input_ids": [5]}
     with callers(2) as executor:
         output = executor.submit(one.generate, **long)
         until(lambda: running(one) == 1)
