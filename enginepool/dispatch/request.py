@@ -152,10 +152,14 @@ class Request:
     def absorb(self, output_ids: list[int], logprobs: list[float], version: int | str) -> None:
         """Take over all outputs that an engine has produced so far.
 
-        A step that failed may have appended an id without a log-probability, or with one that is
-        not finite. Such an id is dropped and sampled again.
+        A step that failed may have appended an id without all values that the request wants, or
+        with a log-probability that is not finite. Such an id is dropped and sampled again.
         """
-        count = min(len(output_ids), len(logprobs))
+        values: list[Sequence[Any]] = [logprobs]
+        values += [self.top_logprobs] if self.top_logprobs_num else []
+        values += [self.named_logprobs] if self.named_ids else []
+        values += [self.kept] if self.return_sampling_mask else []
+        count = min(len(output_ids), *map(len, values))
         if count and not math.isfinite(logprobs[count - 1]):
             count -= 1
         self.output_ids, self.logprobs = output_ids[:count], logprobs[:count]

@@ -199,10 +199,12 @@ class Channel:
         running.hold(taken)
         now = time.perf_counter()
         for request in taken:
-            request.engine_index = self.engine_index
-            request.taken_at = request.taken_at or now
+            request.engine_index, request.taken_at = self.engine_index, request.taken_at or now
         for request in taken:
-            request.req = scheduler.admit(request)
+            req = scheduler.admit(request)
+            with running.lock:  # `abandon` may have taken it away meanwhile
+                self._check_abandoned()
+                request.req = req
             if request.abort_reason is not None:  # aborted on its way from the queue to here
                 self._abort([request.internal_rid])
         if any(request.finish_reason is not None for request in taken):

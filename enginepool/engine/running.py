@@ -48,7 +48,8 @@ class RunningRequests:
 
     @property
     def has_one_alone(self) -> bool:
-        """Whether the engine has a request that runs alone, or has still to start alone."""
+        """Whether the engine has a request that runs alone, or one that starts alone and has not
+        started."""
         starting = self._starting
         if starting is not None:
             if starting.faults.starts_alone and starting.internal_rid in self.held:

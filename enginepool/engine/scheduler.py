@@ -75,7 +75,7 @@ class PinnedScheduler(ScoringBetweenSteps, Scheduler):
     """A real upstream Scheduler on an explicit mesh, stepped by the thread that built it."""
 
     def __init__(self, server_args: ServerArgs, mesh: Mesh, channel: Channel) -> None:
-        self.running, self.condition = channel.running, channel.condition
+        self.running, self.condition, self.wake = channel.running, channel.condition, channel.wake
         expect(Scheduler, *_OVERRIDDEN)
         check_upstream()
         # Upstream has one capturer of experts per process.

@@ -230,6 +230,7 @@ class Scorer:
                         if not prompt.requests:
                             prompts.remove(prompt)
                             self._give_back(prompt)
+                            self.waits_for_room &= bool(self._waiting)
                         return True
         return False
 
@@ -246,10 +247,12 @@ class Scorer:
         return len(self._begun) < self.program.sequences and tokens < self.program.tokens
 
     def _begin(self, prompt: _Prompt) -> bool:
-        """Take the prompt's KV cache, if running requests keep enough for their next step."""
+        """Take the prompt's KV cache, if running requests keep enough for their next step, and a
+        prompt in chunks for its rest."""
         scheduler, page = self._scheduler, self.program.page_size
         needed = _whole_pages(prompt.length, page)
-        if self._free() < needed + running_count(scheduler) * page:
+        kept = running_count(scheduler) * page + _whole_pages(_rest_in_chunks(scheduler), page)
+        if self._free() < needed + kept:
             return False
         evict_from_tree_cache(scheduler.tree_cache, needed)
         prompt.slots = self._allocator().alloc(needed)
@@ -268,6 +271,8 @@ class Scorer:
         if prompt.slots is not None:
             self._allocator().free(prompt.slots)
             prompt.slots = None
+            for info in self._scheduler.running_batch.reqs_info:
+                info.batch_is_full = False  # else upstream looks for room when a request ends
 
     def _free(self) -> int:
         evictable = self._scheduler.tree_cache.evictable_size(dp_rank=0)
@@ -282,6 +287,12 @@ class Scorer:
 def running_count(scheduler: Scheduler) -> int:
     """How many requests take KV cache at the next step."""
     return sum(len(info.reqs or ()) for info in scheduler.running_batch.reqs_info)
+
+
+def _rest_in_chunks(scheduler: Scheduler) -> int:
+    """How many tokens of a prompt that is prefilled in chunks have no KV cache yet."""
+    reqs = [req for req in scheduler.chunked_reqs if req is not None]
+    return sum(len(req.origin_input_ids) + len(req.output_ids) - len(req.fill_ids) for req in reqs)
 
 
 def _whole_pages(tokens: int, page: int) -> int:

@@ -24,6 +24,7 @@ class ScoringBetweenSteps:
     running: RunningRequests
     condition: EngineCondition
     device_wait: DeviceWait
+    wake: Callable[[], None]
     admit: Callable[[Request], Req | None]
 
     def has_scores(self) -> bool:
@@ -52,3 +53,4 @@ class ScoringBetweenSteps:
         """End a request whose prompt does not fit an empty KV cache."""
         reason = aborted("the engine's KV cache cannot hold this prompt", "out_of_memory")
         self.running.end(request.internal_rid, reason)
+        self.wake()  # there is room again, and perhaps no step follows

@@ -19,7 +19,8 @@ class SingleStepping:
     thread.
 
     Attributes:
-        on: The engine launches no step before it has read the last one.
+        on: The engine launches a step once it has read the last one. Behind a prefill it launches a
+            step at once.
     """
 
     def __init__(self) -> None:
@@ -29,7 +30,7 @@ class SingleStepping:
 
     @contextmanager
     def steps_in_flight(self) -> Iterator[None]:
-        """Steps may be in flight inside the block, and none are when it ends."""
+        """Steps may be in flight inside the block. When it ends, no request waits for one."""
         self._stepping = True
         try:
             yield

@@ -85,7 +85,7 @@ def read_adapter(
         arrays: dict[str, Any] = {name: file.load(name) for name in file.tensors}
         what = str(folder)
     elif isinstance(source, Mapping):
-        arrays = {name: as_array(str(name), value) for name, value in source.items()}
+        arrays = {str(name): as_array(str(name), value) for name, value in source.items()}
         what = "source"
     else:
         raise InvalidWeights(
@@ -98,8 +98,10 @@ def read_adapter(
             'config_dict={"r": …, "lora_alpha": …}, as adapter_config.json has them'
         )
     check_config(config, what)
-    made = _fitted(_by_layer(arrays, what), config, paths, layers, max_rank)
-    return AdapterSource(config, _scale(config, config["r"], config["lora_alpha"]), made)
+    # The scale of most layers. With 0, no factor would make another layer's scale of it.
+    scale = _scale(config, config["r"], config["lora_alpha"]) or 1.0
+    made = _fitted(_by_layer(arrays, what), config, paths, layers, max_rank, scale)
+    return AdapterSource(config, scale, made)
 
 
 def check_config(config: Mapping[str, Any], what: str) -> None:
@@ -107,6 +109,11 @@ def check_config(config: Mapping[str, Any], what: str) -> None:
     Raises:
         InvalidWeights: It needs something that no engine computes.
     """
+    if not isinstance(config, Mapping):
+        raise InvalidWeights(
+            f"{what}: config_dict={shown(config)}: expected a dict with the fields of {CONFIG} "
+            "(a LoraConfig of PEFT has to_dict())"
+        )
     for field, plain in _PLAIN.items():
         if (value := config.get(field)) not in plain:
             raise InvalidWeights(f"{what}: {field}={shown(value)}: engines compute plain LoRA only")
@@ -181,9 +188,9 @@ def _fitted(
     paths: Mapping[str, str],
     layers: Mapping[str, tuple[int, int]],
     max_rank: int,
+    scale: float,
 ) -> dict[str, tuple[Array, Array]]:
     made = {}
-    whole = _scale(config, config["r"], config["lora_alpha"])
     for name, sides in found.items():
         path = paths.get(name + ".weight", "").removesuffix(".weight")
         if path not in layers:
@@ -219,7 +226,7 @@ def _fitted(
                 )
         mine = _scale(config, rank, _pattern(config, "alpha_pattern", name, config["lora_alpha"]))
         # One scale serves the whole adapter. A layer with another one gets the ratio in its B.
-        made[path] = a, b if mine == whole else _times(b, mine / whole)
+        made[path] = a, b if mine == scale else _times(b, mine / scale)
     return made
 
 

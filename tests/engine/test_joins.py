@@ -115,15 +115,24 @@ def test_the_first_token_waits_for_the_prefill_alone(
     assert order.tokens[behind] == 1 + decoded
 
 
+@pytest.mark.parametrize("tokens", [30, 1])
 def test_two_prefills_before_a_launch(
-    steady_pool: EnginePool, monkeypatch: pytest.MonkeyPatch
+    steady_pool: EnginePool, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside a grammar no step is launched behind a prefill, so a second prefill may come first.
-    Each request continues from its own first token."""
+    Each request continues from its own first token. If the first request ends with that token, the
+    second gets its row. The first token and the minimum length of the second count once."""
     one, other = PROMPTS[3:5]
     params = GREEDY | {"max_new_tokens": 30}
+    (free,) = generate(steady_pool, [other], [params])
+    both = [
+        params | {"max_new_tokens": tokens},
+        params
+        | {"frequency_penalty": 0.7, "min_new_tokens": 20, "ignore_eos": False}
+        | {"stop_token_ids": sorted({*free["output_ids"]})},
+    ]
     spelled = params | {"regex": "[a-z]{100}", "ignore_eos": False, "max_new_tokens": 100}
-    expected = [generate(steady_pool, [prompt], [params])[0] for prompt in (one, other)]
+    expected = [generate(steady_pool, [p], [q])[0] for p, q in zip((one, other), both, strict=True)]
     letters = generate(steady_pool, PROMPTS[:2], spelled)
     assert expected[0]["output_ids"][0] != expected[1]["output_ids"][0]
     steady_pool.flush_cache()
@@ -151,9 +160,9 @@ def test_two_prefills_before_a_launch(
     with callers(3) as executor:
         first = executor.submit(generate, steady_pool, PROMPTS[:2], spelled)
         assert decoding.wait(SECONDS)
-        calls = [executor.submit(generate, steady_pool, [one], [params])]
+        calls = [executor.submit(generate, steady_pool, [one], both[:1])]
         assert launched.wait(SECONDS)
-        calls.append(executor.submit(generate, steady_pool, [other], [params]))
+        calls.append(executor.submit(generate, steady_pool, [other], both[1:]))
         until(lambda: waiting(steady_pool) == 1)
         go_on.set()
         same([call.result(SECONDS)[0] for call in calls], expected)

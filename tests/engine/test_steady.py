@@ -396,6 +396,50 @@ def test_a_step_that_hangs_keeps_what_was_fetched(
     until(lambda: steady_pool.stats()["engines"][1]["state"] == "serving")
 
 
+def test_an_admission_that_hangs(steady_pool: EnginePool) -> None:
+    """Its requests are taken away, and run on another engine. When it returns, they do not notice
+    it."""
+    pool, prompts, params = steady_pool, PROMPTS[:5], LONG | {"max_new_tokens": 120}
+    expected = ask(pool, params, prompts)
+    pool.flush_cache()
+    admitted, go_on = threading.Event(), threading.Event()
+
+    def waiting_once(launch: Callable[..., Any]) -> Callable[..., Any]:
+        def launching(*args: Any, **kwargs: Any) -> Any:
+            admitted.set()
+            assert go_on.wait(SECONDS)
+            return launch(*args, **kwargs)
+
+        return launching
+
+    one, other = (faults.hang_in_step(pool, index, at=4) for index in range(2))
+    hanging: list[threading.Event] = [one, other, go_on]
+    with callers(3) as executor:
+        try:
+            pinned: Any = pool.engines[0]
+            options = {"input_ids": prompts[:2], "sampling_params": params, "return_logprob": True}
+            calls = [executor.submit(pinned.generate, **options)]
+            assert one.begun.wait(SECONDS)
+            calls.append(executor.submit(ask_without_flush, pool, params, prompts[2:4]))
+            assert other.begun.wait(SECONDS)
+            calls.append(executor.submit(ask_without_flush, pool, params, prompts[4:]))
+            until(lambda: waiting(pool) == 1)
+            hanging.append(admission := faults.hang_in_admission(pool, 1))
+            other.set()
+            faults.abandon(pool, admission, 1)
+            undo = faults.every_prefill(faults.scheduler_of(pool, 0), waiting_once)
+            one.set()
+            assert admitted.wait(SECONDS)
+            undo()
+            admission.set()
+            until(lambda: pool.stats()["engines"][1]["state"] == "serving")
+            go_on.set()
+            same([result for call in calls for result in call.result(SECONDS)], expected)
+        finally:
+            for event in hanging:
+                event.set()
+
+
 def test_numbers_that_are_not_finite(
     steady_pool: EnginePool, model_dir: Callable[[str], Path]
 ) -> None:

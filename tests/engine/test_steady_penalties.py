@@ -155,3 +155,25 @@ def test_a_failed_step_loses_no_count(
     until(lambda: len(pool.events()) == before + 2)
     same(results, expected)
     same_top(results, expected)
+
+
+@pytest.mark.parametrize("at", [1, 9])
+def test_a_step_that_fails_between_two_requests(steady_pool: EnginePool, at: int) -> None:
+    """In a prefill or in a decode step the text of one request cannot be computed. Requests before
+    it in the batch have their ids then, but not yet the other values. In the end each token has
+    all values, once."""
+    always = LONG | {"max_new_tokens": 40}
+    params = [always | ({"stop": ["no such text"]} if i % 4 == 3 else {}) for i in range(8)]
+    options: Any = {"top_logprobs_num": 3, "token_ids_logprob": [97, 5]}
+    options["return_sampling_mask"] = True
+    expected = ask(steady_pool, params, PROMPTS[:8], **options)
+    before = len(steady_pool.events())
+    steady_pool.flush_cache()
+    faults.raise_in_check(steady_pool, 1, at)
+    results = ask_without_flush(steady_pool, params, PROMPTS[:8], **options)
+    until(lambda: len(steady_pool.events()) == before + 2)
+    same(results, expected)
+    same_top(results, expected)
+    for result in results:
+        for name in ("output_token_ids_logprobs", "output_token_sampling_logprobs"):
+            assert len(result["meta_info"][name]) == 40, name

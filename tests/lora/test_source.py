@@ -49,6 +49,7 @@ BROKEN: dict[str, tuple[Callable[[Arrays], Any], dict[str, Any], str]] = {
     "pissa": (lambda a: a, {"init_lora_weights": "pissa_niter_4"}, "pissa"),
     "empty": (lambda a: {}, {}, "empty"),
     "leaves": (lambda a: list(a.values()), {}, "list"),
+    "number": (lambda a: a | {5: a[f"{Q}A.weight"]}, {}, "1 name: 5"),
 }  # fmt: skip
 
 
@@ -82,6 +83,26 @@ def test_arrays_need_a_scale(adapted: EnginePool, world: World) -> None:
         adapted.load_lora_adapter("x", world.arrays["a"])
     adapted.load_lora_adapter("x", world.arrays["a"], config_dict=config(4))
     adapted.load_lora_adapter("x", world.arrays["a"])  # the scale is known from the load before
+
+
+def test_a_scale_of_zero_for_most_layers() -> None:
+    """`alpha_pattern` gives one layer a scale, and `lora_alpha` gives the others none."""
+    a, b = np.ones((4, 8), np.float32), np.ones((6, 4), np.float32)
+    names = "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.v_proj"
+    arrays = {
+        f"{name}.lora_{side}.weight": {"A": a, "B": b}[side] for name in names for side in "AB"
+    }
+    paths = {f"{name}.weight": f"{name}.weight" for name in names}
+    fields = config(4, 0, alpha_pattern={"q_proj": 2})
+    made = read_adapter(arrays, fields, paths, dict.fromkeys(names, (8, 6)), 4)
+    sides = [made.scale * np.asarray(made.arrays[name][1]) for name in names]
+    assert [float(side.max()) for side in sides] == [0.5, 0.0]
+
+
+def test_a_configuration_that_is_no_dict(adapted: EnginePool, world: World) -> None:
+    given: Any = [("r", 4)]
+    with pytest.raises(InvalidWeights, match="expected a dict with the fields of adapter_config"):
+        adapted.load_lora_adapter("x", world.arrays["a"], config_dict=given)
 
 
 def test_broken_folder(adapted: EnginePool, world: World, tmp_path: Path) -> None:

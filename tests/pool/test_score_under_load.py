@@ -11,7 +11,7 @@ import pytest
 
 from enginepool import EnginePool, InvalidRequest, PoolClosed, RequestsFailed
 from tests.support import faults
-from tests.support.liveness import SECONDS, at_rest, callers, paused, running, until
+from tests.support.liveness import SECONDS, at_rest, callers, paused, running, until, waiting
 from tests.support.pools import SMALL, MakePool, compilations, same
 from tests.support.reference import make_random_model
 from tests.support.scores import (
@@ -158,6 +158,28 @@ def test_outputs_that_fill_the_kv_cache(one: EnginePool, versions: list[Path]) -
             assert_scores(versions[0], *LONG, answer.result(SECONDS))
 
 
+def test_beside_a_prompt_in_chunks(one: EnginePool, versions: list[Path]) -> None:
+    """A prompt that comes between two chunks of another leaves it the KV cache for its rest."""
+    which = [ids(500, 1)], [ids(9, 1)]
+    options: Any = {"input_ids": [ids(60), ids(500)], "return_logprob": True}
+    options["sampling_params"] = [GREEDY, GREEDY | {"max_new_tokens": 8}]
+    expected = one.generate_all(**options)
+    one.flush_cache()
+    before = len(one.events())
+    let_go = faults.hang_in_step(one, 0, at=2)
+    with callers(2) as executor:
+        try:
+            generated = executor.submit(one.generate_all, **options)
+            assert let_go.begun.wait(SECONDS)
+            scored = executor.submit(score, one, which)
+            until(lambda: waiting(one) == 1)
+        finally:
+            let_go.set()
+        same(generated.result(SECONDS), expected)
+        assert_scores(versions[0], *which, scored.result(SECONDS))
+    assert one.events()[before:] == []
+
+
 NAMED = [7, 200, 0]
 
 
@@ -183,7 +205,7 @@ def test_a_prompt_that_never_fits(
     one: EnginePool, versions: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where the KV cache of a sliding window is smaller. It ends, and later prompts do not
-    wait for it."""
+    wait for it. There are more such prompts than an engine runs at a time."""
     allocator = faults.scheduler_of(one, 0).token_to_kv_pool_allocator
     alloc = allocator.alloc
 
@@ -191,12 +213,58 @@ def test_a_prompt_that_never_fits(
         return None if size > 300 else alloc(size, *args, **options)
 
     monkeypatch.setattr(allocator, "alloc", small)
-    prompts, continuations = [ids(400), ids(20)], [ids(9), ids(8)]
-    long, short = score(one, (prompts, continuations))
-    assert long["meta_info"]["finish_reason"]["err_type"] == "out_of_memory"
-    assert long["logprobs"] == []
+    prompts = [*(ids(400, n) for n in range(6)), ids(20)]
+    *long, short = score(one, (prompts, [ids(8)] * 7), timeout=30.0)
+    for result in long:
+        assert result["meta_info"]["finish_reason"]["err_type"] == "out_of_memory"
+        assert result["logprobs"] == []
     short["meta_info"]["prompt_index"] = 0
-    assert_scores(versions[0], prompts[1:], continuations[1:], [short])
+    assert_scores(versions[0], prompts[-1:], [ids(8)], [short])
+
+
+def test_a_prompt_that_leaves_while_it_waits_for_room(
+    one: EnginePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next request in the queue starts, though no step follows."""
+    allocator = faults.scheduler_of(one, 0).token_to_kv_pool_allocator
+    alloc, held = allocator.alloc, one.runtime.workers[0].channel.running.held
+
+    def small(size: int, *args: Any, **options: Any) -> Any:
+        return None if size > 300 else alloc(size, *args, **options)
+
+    monkeypatch.setattr(allocator, "alloc", small)
+    first = faults.hang_in_score(one, 0)
+    with callers(3) as executor:
+        fits = executor.submit(score, one, ([ids(200)], [ids(8)]))
+        assert first.begun.wait(SECONDS)
+        waits = executor.submit(score, one, ([ids(400)], [ids(8)]), timeout=2.0)
+        until(lambda: waiting(one) == 1)
+        last = faults.hang_in_score(one, 0, at=3)
+        first.set()
+        assert last.begun.wait(SECONDS)
+        other = executor.submit(one.generate, None, GREEDY, input_ids=[5], timeout=30.0)
+        until(lambda: waiting(one) == 1)
+        until(lambda: any(request.abort_reason for request in held.values()))
+        last.set()
+        assert len(other.result(SECONDS)["output_ids"]) == 40
+        assert fits.result(SECONDS)[0]["logprobs"]
+        assert not waits.result(SECONDS)[0]["logprobs"]
+
+
+def test_an_output_that_waits_for_the_kv_cache_of_a_prompt(one: EnginePool) -> None:
+    """It starts when the prompt is scored, though no output has ended."""
+    long: Any = {"sampling_params": GREEDY | {"max_new_tokens": 400}, "input_ids": [5]}
+    with callers(2) as executor:
+        output = executor.submit(one.generate, **long)
+        until(lambda: running(one) == 1)
+        call = lambda: score(one, ([ids(500)], [ids(9)]))  # noqa: E731
+        with under_way(one, call) as (answer, let_go):
+            late = executor.submit(one.generate, None, GREEDY, input_ids=ids(200))
+            until(lambda: waiting(one) == 1)
+            let_go.set()
+            answer.result(SECONDS)
+        assert len(late.result(SECONDS)["output_ids"]) == 40
+        assert not output.done()
 
 
 @pytest.mark.parametrize("mode", ["drain", "retract", "in_place"])

@@ -182,6 +182,11 @@ def hang_in_score(pool: EnginePool, engine_index: int, at: int = 1) -> Hang:
     return _hang([(scheduler_of(pool, engine_index).scorer.program, "run")], at)
 
 
+def hang_in_admission(pool: EnginePool, engine_index: int) -> Hang:
+    """The engine takes the next request, and does not admit it until the event is set."""
+    return _hang([(scheduler_of(pool, engine_index), "admit")])
+
+
 def hang_in_reset(pool: EnginePool, engine_index: int) -> Hang:
     """The next allocation of the KV cache takes until the event is set."""
     return _hang([(scheduler_of(pool, engine_index).kv_cache, "renew")])
@@ -229,6 +234,15 @@ def raise_in_decode(pool: EnginePool) -> None:
         raise Fault("the tokenizer is broken")
 
     once([(pool.engines[0].tokenizer_manager.tokenizer, "decode")], 1, wrong)
+
+
+def raise_in_check(pool: EnginePool, engine_index: int, at: int = 1) -> None:
+    """The engine cannot make text of the ids of a request with stop strings."""
+
+    def wrong(*_: Any, **__: Any) -> Any:
+        raise Fault(f"the tokenizer of engine {engine_index} is broken")
+
+    once([(scheduler_of(pool, engine_index).tokenizer, "decode")], at, wrong)
 
 
 def placed_on(where: Any) -> set[int]:

@@ -177,7 +177,8 @@ class StepsInFlight:
         program, batch = self._program, self.batch
         self._replaces = self._state is not None
         state = program.begin(numbers) if self._state is None else self._state
-        if penalised := [row for row in self._new if row in batch.penalised]:
+        # A row may be in `_new` twice: its first request has ended before it was sent.
+        if penalised := sorted(batch.penalised.intersection(self._new)):
             state = program.tally(state, penalised, entries(penalised, batch.reqs))
         self._state = state
         batch.table.origin[self._new] = UNCHANGED

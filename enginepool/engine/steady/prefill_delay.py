@@ -14,8 +14,8 @@ class PrefillDelay:
     requests. The sum of both costs is smallest then (F. W. Harris, 1913, on the size of orders).
 
     A prefill is put off only under two conditions. More requests wait than there are free rows. And
-    another output ends soon. On average one ends every `length / running` steps. After `running`
-    steps a single free row makes the prefill due, so later is not soon.
+    another output ends soon. On average one ends every `length / running` steps. Soon means within
+    `running` steps: after these a single free row makes the prefill due.
     """
 
     def __init__(self) -> None:
