@@ -267,7 +267,7 @@ class Plan:
                 self._fit.unknown(name)
                 self._tied.came(name, array)
                 continue
-            if path in done:
+            if path in done or name in waiting.get(path, ()):
                 raise InvalidWeights(f"{name}: came twice", names=[name])
             group = waiting.setdefault(path, {})
             group[name] = array

@@ -230,3 +230,8 @@ def test_families(family: str, tmp_path: Path) -> None:
                 pool.update_weights(source)
             assert on_host(tree) == []
             assert_have(pool, fresh)
+        # Of an expert it comes before the others of its stack, so the stack is not complete.
+        twice = [item for item in tree.items() if item[0].endswith("down_proj.weight")][:1] * 2
+        with pytest.raises(InvalidWeights, match=f"{twice[0][0]}: came twice"):
+            pool.update_weights(iter([*twice, *tree.items()]))
+        assert_have(pool, fresh)
