@@ -13,6 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from enginepool import EnginePool, InvalidWeights
 from enginepool.weights.placement import place
+from enginepool.weights.tied import TiedHead
 from tests.support.layouts import devices_only, leaves, no_host, on_host, serves, tensors
 from tests.support.marks import slow
 from tests.support.pools import SMALL, MakePool, compilations
@@ -208,6 +209,26 @@ def test_a_tied_head(
                 engines.update_weights(form(listed), staging=staging)
         assert on_host(listed) == []
     assert_have(engines, leaves(target(MODEL)))
+
+
+@pytest.mark.parametrize("kind", ["pinned_host", "unpinned_host"])
+def test_a_tied_head_on_the_host(kind: str) -> None:
+    """Beside an embedding in another layout, on the host, too, or on devices."""
+    value = np.random.default_rng(0).normal(size=(16, 12)).astype(np.float32)
+    other = value.copy()
+    other[-1, -1] += 0.5
+    tied = TiedHead({"model.embed_tokens.embedding": jax.ShapeDtypeStruct((16, 12), jnp.bfloat16)})
+
+    def aside(array: jax.Array) -> jax.Array:
+        return jax.device_put(array, array.sharding.with_memory_kind(kind))
+
+    (embedding,) = LAYOUTS["FSDP"].of({"": value}).values()
+    for layout in ("2-D turned", "replicated", "last"):
+        same, changed = (aside(*LAYOUTS[layout].of({"": v}).values()) for v in (value, other))
+        for one in (embedding, aside(embedding)):
+            assert tied.equal(same, one)
+            assert tied.equal(one, same)
+            assert not tied.equal(changed, one)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", *slow("qwen2", "gemma2")])

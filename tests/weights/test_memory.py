@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from enginepool import EnginePool, WeightUpdateFailed
 from enginepool.engine.kv_cache import KVCache
-from enginepool.runtime import staging, update
+from enginepool.runtime import update
 from enginepool.runtime.statistics import memory
 from enginepool.weights import batches, conversion, parts
 from enginepool.weights.leaves import EngineLeaves
@@ -210,7 +210,7 @@ def test_room_for_a_wider_source(
     taken = max(most[device] - before[device] for device in before)
     monkeypatch.setattr(batches, "BYTES", 0)
     for free, expected in ((taken - 1, "stream"), (2 * taken, "double")):
-        monkeypatch.setattr(staging, "free_bytes", lambda _, free=free: free)
+        monkeypatch.setattr("enginepool.runtime.staging.free_bytes", lambda _, free=free: free)
         assert pool.update_weights(given).staging == expected
 
 
