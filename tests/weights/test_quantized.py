@@ -359,7 +359,7 @@ def test_room_for_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     experts in the model's dtype, but not for all of them."""
     monkeypatch.setitem(QWEN3_MOE, "moe_intermediate_size", 128)
     model = make_random_model(tmp_path, "qwen3_moe", num_layers=1)
-    options = SMALL | WEIGHTS | {"dtype": "bfloat16", "warmup": "none"}
+    options: dict[str, Any] = SMALL | WEIGHTS | {"dtype": "bfloat16", "warmup": "none"}
     said: list[int] = []
     arriving = Plan.arriving
 
