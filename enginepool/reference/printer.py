@@ -17,8 +17,7 @@ class Printer:
     """Prints phases to standard output as they happen, and failed checks to standard error.
 
     Attributes:
-        sink: A function that is called with the number and the record of every phase, or
-            None.
+        sink: Called with the number and the record of every phase. None: nothing is called.
         failed: Messages of the checks that failed.
     """
 

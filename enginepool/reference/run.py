@@ -176,4 +176,4 @@ def sha256(text: str) -> str:
 def _hint(error: EnginePoolError) -> str:
     if isinstance(error, InvalidWeights):
         return "--weights: a directory of safetensors or a hub id, with the tensors of --model"
-    return "the old weights still serve; is there room for a second set on every device?"
+    return "is there room for a second set on every device?"

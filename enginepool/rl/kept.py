@@ -13,7 +13,7 @@ _MASK, _LOGPROBS = "output_sampling_mask", "output_token_sampling_logprobs"
 
 
 class KeptIds:
-    """The sampling mask of one result. A result that was aborted has none.
+    """The sampling mask of one result that was not aborted.
 
     Attributes:
         given: Whether the result has a mask.

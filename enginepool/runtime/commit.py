@@ -74,7 +74,7 @@ def stream(
             staged[lead.index].shared |= _replace(lead, plan, batch, copy)
             del batch
     except BaseException as error:
-        if usable:
+        if usable and touched:  # else the engine has what it had
             _restore(lead, [*others, *siblings], plan, touched, error)
         raise
     failed = {}

@@ -87,7 +87,8 @@ def what_fails(memory: Memory, args: Mapping[str, Any]) -> list[Advice]:
                 else "a smaller context_length",
             )
         )
-    if not memory.serves:
+    # Without running requests the sizes of programs mean nothing.
+    if not memory.serves and (cap or not memory.requests_at_context):
         found.append(_does_not_fit(memory))
     return found
 

@@ -248,7 +248,7 @@ def shape_of(config: Any, dtype: str = "auto", name: str = "the model") -> Shape
     layers, experts = config.num_hidden_layers, getattr(config, "num_experts", 0) or 0
     per_token = config.num_experts_per_tok if experts else 0
     expert_width = config.moe_intermediate_size if experts else 0
-    dense = len(config.mlp_only_layers or ()) if experts else layers
+    dense = sum(i < layers for i in config.mlp_only_layers or ()) if experts else layers
     kinds = (getattr(config, "layer_types", None) or [])[:layers]
     width = config.intermediate_size
     return Shape(

@@ -52,7 +52,8 @@ class EnginePoolRollout(BaseRollout):
 
     The engines get the actor's parameters at the first call, because Tunix may restore a checkpoint
     after it has made this object, and at every `update_params`. Parameters do not pass through the
-    host. An array in the engine's layout on its device is shared.
+    host, except adapters that are synced by `lora_name`. An array in the engine's layout on its
+    device is shared.
 
     Args:
         rollout_actor: The model that is trained.

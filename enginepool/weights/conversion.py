@@ -145,6 +145,17 @@ def _job(
     return _Job(piece, converter, tensors, devices, matrix)
 
 
+def quantized_in_turn(path: str, tensors: Mapping[str, Any], mapping: Any) -> int:
+    """How many parts a matrix has that are cast and quantized one after the other: the experts of a
+    stack. Else 1.
+
+    Args:
+        tensors: The specs of its tensors.
+    """
+    converter = mapping.converter(path, tensors) if len(tensors) > 1 else None
+    return len(tensors) if converter is not None and converter.stacks is not None else 1
+
+
 def _gathered(jobs: Sequence[_Job], devices: Devices) -> list[tuple[jax.Array, ...]]:
     """The leaves of jobs whose tensors are sharded over these devices."""
     converters: list[Converter] = [job.converter for job in jobs]

@@ -25,7 +25,7 @@ class Converter:
 
     Attributes:
         steps: The operations, as text.
-        shape: The leaf's shape; None if it is the tensor's shape.
+        shape: The leaf's shape, if `traced` made the converter; else None.
         does_nothing: Whether the leaf is its only tensor, unchanged.
         in_turn: Whether it waits for the converter before it in a program, because it needs much
             temporary memory.

@@ -88,7 +88,7 @@ class Fit:
         """Find `parts`.
 
         Raises:
-            InvalidWeights: A name is missing or unknown.
+            InvalidWeights: A name is missing or unknown, or no name is the model's.
         """
         assert self._source is not None
         names = self._source.specs
@@ -111,11 +111,8 @@ class Fit:
                 missing += absent
             else:
                 self.left.append(path)
-        if not self.parts and names and not missing:
-            raise InvalidWeights(
-                f"{self._where}none of the names is one of the model's: {listed(list(names))}",
-                names=list(names),
-            )
+        if not self.parts and not missing:
+            raise self._nothing(list(names))
         self._complain(missing, unknown if self._strict else [], some=bool(self.parts))
 
     def check(self, path: str, tensors: Mapping[str, Any]) -> None:
@@ -176,7 +173,7 @@ class Fit:
             waiting: The tensors of incomplete leaves, by leaf.
 
         Raises:
-            InvalidWeights: A tensor is missing.
+            InvalidWeights: A tensor is missing, or no tensor was the model's.
         """
         self.left = [path for path in self._specs if path not in done]
         missing = [
@@ -187,6 +184,8 @@ class Fit:
             if name not in waiting.get(path, ())
         ]
         self._complain(missing, [])
+        if not done:
+            raise self._nothing(self.ignored)
 
     def said(self, name: str) -> str:
         """The caller's own name for a tensor."""
@@ -195,6 +194,13 @@ class Fit:
     def _tolerated(self, name: str) -> bool:
         tied = name == HEAD and "lm_head.embedding" not in self._specs
         return tied or name.endswith(_TOLERATED)
+
+    def _nothing(self, names: Sequence[str]) -> InvalidWeights:
+        """The error of a source that changes no leaf."""
+        if not names:
+            return InvalidWeights(f"{self._where}the source is empty")
+        said = f"none of the names is one of the model's: {listed(names)}"
+        return InvalidWeights(f"{self._where}{said}", names=names)
 
     def _complain(
         self, missing: Sequence[str], unknown: Sequence[str], *, some: bool = True

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from enginepool.errors import InvalidWeights
 from enginepool.weights.arrays import Array, as_array
 from enginepool.weights.tied import HEAD
 
@@ -22,14 +23,18 @@ _KERNEL = "lm_head.kernel"
 
 
 def flatten(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten a nested mapping to one with dotted names."""
-    flat = {}
+    """Flatten a nested mapping to one with dotted names.
+
+    Raises:
+        InvalidWeights: A name comes twice.
+    """
+    flat: dict[str, Any] = {}
     for key, value in tree.items():
-        name = ".".join(map(str, key)) if isinstance(key, tuple) else str(key)
-        if isinstance(value, Mapping):
-            flat |= flatten(value, f"{prefix}{name}.")
-        else:
-            flat[prefix + name] = value
+        name = prefix + (".".join(map(str, key)) if isinstance(key, tuple) else str(key))
+        new = flatten(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
+        if twice := sorted(flat.keys() & new.keys()):
+            raise InvalidWeights(f"update_weights: {twice[0]} comes twice", names=twice)
+        flat |= new
     return flat
 
 
@@ -44,6 +49,9 @@ def to_leaves(
     """The arrays by leaf path, and for each path its name in the tree.
 
     A head that the model does not have (tied embeddings) gets its Hugging Face name.
+
+    Raises:
+        InvalidWeights: Two names are the same leaf, or an array cannot be read.
     """
     arrays: dict[str, Array] = {}
     origins: dict[str, str] = {}
@@ -51,6 +59,12 @@ def to_leaves(
         path, array = _leaf(name.removeprefix("params."), as_array(name, value))
         if path == "lm_head.embedding" and path not in specs:
             path = HEAD
+        if path in arrays:
+            raise InvalidWeights(
+                f"update_weights: {path} comes twice, as {origins[path]} and as {name}; leave one "
+                "of them out",
+                names=[origins[path], name],
+            )
         arrays[path], origins[path] = array, name
     for path, spec in specs.items():
         # Only if the tree has the projection's weight: a partial tree may not have the projection.

@@ -10,6 +10,7 @@ In the last case the array is joined from its parts here.
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -180,6 +181,16 @@ def lends(array: Array, sharding: Sharding, dtype: Any) -> bool:
         return False
     way = route(array.sharding, sharding, array.shape)
     return way is not None and any(device == source for device, source in way)
+
+
+def part_size(spec: Any) -> int:
+    """Elements of a leaf on each of its devices."""
+    return _part_size(spec.sharding, spec.shape)
+
+
+@functools.lru_cache(maxsize=4096)
+def _part_size(sharding: Sharding, shape: tuple[int, ...]) -> int:
+    return math.prod(sharding.shard_shape(shape))
 
 
 def free_bytes(device: jax.Device) -> int | None:

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import copy
-import functools
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from jax.sharding import Sharding
 
 from enginepool.errors import InvalidWeights
 from enginepool.weights import batches
 from enginepool.weights.arrays import Array, jax_dtype
-from enginepool.weights.conversion import Measured, Piece, in_layout
+from enginepool.weights.conversion import Measured, Piece, in_layout, quantized_in_turn
 from enginepool.weights.fingerprint import Summed
 from enginepool.weights.fit import Fit, Fits
-from enginepool.weights.placement import lends, lies_there, moves, place_all
+from enginepool.weights.placement import lends, lies_there, moves, part_size, place_all
 from enginepool.weights.sources import Source, Specs
 from enginepool.weights.tied import HEAD, TiedHead
 
@@ -62,12 +59,13 @@ class Plan:
         self._quantizers = self._known = (
             {} if leaves.quantization is None else leaves.quantization.of
         )
+        self._parts: Mapping[str, tuple[str, ...]] = {}
         if source.stream is not None:
             self._fit = Fit(source, self._specs, mapping, strict=strict)
             self.paths = list(self._leaves)
             return
         self._fit = fits.fit(source, self._specs, mapping, strict=strict)
-        self._parts: Mapping[str, tuple[str, ...]] = self._fit.parts
+        self._parts = self._fit.parts
         self.paths = self._made_of(self._parts)
         if self._tied.path is not None and HEAD in source.specs and source.load is not None:
             (embedding,) = self._parts[self._tied.path]
@@ -103,16 +101,18 @@ class Plan:
             source = self._as_it_is(path)
             shared = lies_there(source, spec.sharding) and source.dtype == spec.dtype
             if copied or not shared:
-                part = _part_size(spec) * spec.dtype.itemsize
-                parts.append(part)
+                parts.append(part_size(spec) * spec.dtype.itemsize)
                 # Conversion makes the whole leaf on the first engine's first device, or on every
                 # device if the source is sharded over the engines' devices.
-                beside.append(part if source is not None else spec.size * spec.dtype.itemsize)
-        for path in self._quantizers:  # the source's matrix, and that in the model's dtype
-            if self._source.stream is None and path not in self._parts:
+                size = spec.size if source is None else part_size(spec)
+                beside.append(size * self._itemsize(path, spec))
+        for path in self._quantizers:  # the source's matrix, and what of it is cast at once
+            tensors = self._tensors(path)
+            if self._source.stream is None and not tensors:
                 continue
             own, wide = self._specs[path].size * self._specs[path].dtype.itemsize, self._size(path)
-            beside.append(wide + (own if wide > own else 0))
+            own = own // quantized_in_turn(path, tensors, self._mapping) if wide > own else 0
+            beside.append(wide + own)
         return sum(parts) + max(*beside, min(sum(beside), batches.BYTES))
 
     def again(self, made: Mapping[str, jax.Array], specs: Specs) -> Plan:
@@ -235,13 +235,20 @@ class Plan:
         return leaves, shared
 
     def _size(self, path: str) -> int:
-        """Bytes that a leaf takes on a device while it is made. Its source's dtype may be wider."""
+        """Bytes that a leaf takes on a device while it is made."""
         spec = self._specs[path]
-        names = () if self._source.stream is not None else self._parts[path]
-        wide = [jax_dtype(self._source.specs[name].dtype).itemsize for name in names]
         # A matrix is quantized whole, on the first device of an engine. In parts it needs less.
-        size = spec.size if path in self._quantizers else _part_size(spec)
-        return size * max(spec.dtype.itemsize, *wide, 0)
+        size = spec.size if path in self._quantizers else part_size(spec)
+        return size * self._itemsize(path, spec)
+
+    def _itemsize(self, path: str, spec: Any) -> int:
+        """Bytes of an element of a leaf while it is made. Its source's dtype may be wider."""
+        dtypes = [jax_dtype(tensor.dtype) for tensor in self._tensors(path).values()]
+        return max(dtype.itemsize for dtype in [spec.dtype, *dtypes])
+
+    def _tensors(self, path: str) -> dict[str, Any]:
+        """The specs of a leaf's tensors. None are known of a stream."""
+        return {name: self._source.specs[name] for name in self._parts.get(path, ())}
 
     def _piece(self, path: str, tensors: dict[str, Array]) -> Piece:
         as_it_is = self._source.by_path or self._mapping.keeps(path)
@@ -250,7 +257,7 @@ class Plan:
 
     def _as_it_is(self, path: str) -> Any:
         """The source's array for this leaf, or its spec. None if none is in the model's layout."""
-        if self._source.stream is not None or path not in self._parts or path in self._quantizers:
+        if path not in self._parts or path in self._quantizers:
             return None
         if self._source.by_path or self._mapping.keeps(path):
             return self._source.specs[self._parts[path][0]]
@@ -267,7 +274,7 @@ class Plan:
                 self._fit.unknown(name)
                 self._tied.came(name, array)
                 continue
-            if path in done:
+            if path in done or name in waiting.get(path, ()):
                 raise InvalidWeights(f"{name}: came twice", names=[name])
             group = waiting.setdefault(path, {})
             group[name] = array
@@ -282,13 +289,3 @@ class Plan:
                 del tensors
         self.paths = self._made_of(path for path in self._specs if path in done)
         self._fit.ended(done, waiting)
-
-
-@functools.lru_cache(maxsize=4096)
-def _shard_size(sharding: Sharding, shape: tuple[int, ...]) -> int:
-    return math.prod(sharding.shard_shape(shape))
-
-
-def _part_size(spec: Any) -> int:
-    """Elements of a leaf on each of its devices."""
-    return _shard_size(spec.sharding, spec.shape)

@@ -86,7 +86,7 @@ def _of_mapping(source: Mapping[Any, Any], leaves: Specs) -> Source:
         return Source(True, arrays, arrays.__getitem__, origins=origins)
     # Some names are both a leaf's path and the Hugging Face name of the transposed tensor. Names
     # count as paths if the dict is nested, has tuples as keys, or has a name that is only a path.
-    nested = len(flat) != len(source) or any(isinstance(key, tuple) for key in source)
+    nested = flat.keys() != set(source)
     if nested or (flat.keys() <= leaves.keys() and any(_only_a_path(name) for name in flat)):
         return _of_paths(flat)
     arrays = {name: as_array(name, value) for name, value in flat.items()}
@@ -101,8 +101,9 @@ def _of_paths(flat: Mapping[str, Any]) -> Source:
 def _of_leaves(source: Sequence[Any], leaves: Specs) -> Source:
     if len(source) != len(leaves):
         raise InvalidWeights(
-            f"update_weights: {len(source)} leaves given, the model has {len(leaves)}; a list is "
-            "taken in the order of model_runner.model_state_leaves"
+            f"update_weights: {len(source)} leaves given, the model has {len(leaves)}; a list has "
+            "the leaves of the model's nnx.State in its order, as before quantization and without "
+            "adapters"
         )
     return _of_paths(dict(zip(leaves, source, strict=True)))
 

@@ -77,6 +77,7 @@ class TiedHead:
 def _same(a: Array, b: Array, dtype: Any) -> bool:
     if a is b or a.shape != b.shape:
         return a is b
+    a, b = _computable(a), _computable(b)
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
         parts = (slice(start, start + _ROWS) for start in range(0, len(a), _ROWS))
         return all(bool(_equal(a[part].astype(dtype), b[part].astype(dtype))) for part in parts)
@@ -90,6 +91,15 @@ def _same(a: Array, b: Array, dtype: Any) -> bool:
     with outside_meshes():
         equal = [equal_on_devices(x.data, y.data, dtype) for x, y in parts]
     return all(jax.device_get(equal))
+
+
+def _computable(array: Array) -> Array:
+    """The array, or a NumPy array if it lies in host memory, where programs do not compute."""
+    if isinstance(array, np.ndarray):
+        return array
+    (device, *_) = array.sharding.device_set
+    there = array.sharding.memory_kind
+    return array if there == device.default_memory().kind else np.asarray(array)
 
 
 def _equal(a: Any, b: Any) -> Any:

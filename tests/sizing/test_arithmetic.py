@@ -1,5 +1,6 @@
 """The arithmetic of what fits a TPU agrees with upstream's own model classes and functions."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -198,6 +199,35 @@ def test_reading_a_configuration(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "opt"}')
     with pytest.raises(InvalidConfig, match="model_type='opt' are unknown; known are llama"):
         read_shape(str(tmp_path))
+    config = random_config("qwen3_moe", 3, 4, 2, np.float32) | {"mlp_only_layers": [1, 2]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_shape(str(tmp_path)).dense_layers == 2
+    # Layer 2 is left out.
+    assert read_shape(str(tmp_path), {"model_layer_nums": 2}).dense_layers == 1
+
+
+def test_rules_of_ones_own(tmp_path: Path) -> None:
+    """Upstream takes Qwix's names of fields, too. If sizes are not known, the error says so."""
+    file = tmp_path / "rules.yaml"
+
+    def read(*rules: dict[str, Any]) -> Any:
+        moe = {"weight_dtype": None}
+        file.write_text(json.dumps({"quantization": {"linear": {"rules": rules}, "moe": moe}}))
+        return read_shape(CONFIGS["0.6B"], {"quantization_config_path": str(file)})
+
+    int8 = {"module_path": ".*", "weight_dtype": "int8"}
+    assert read(int8).linear_itemsize == 1
+    assert read({"module_path": ".*", "weight_qtype": "int8"}) == read(int8)
+    for rule in (int8 | {"weight_block_size": [128, 128]}, int8 | {"weight_dtype": "int4"}):
+        with pytest.raises(InvalidConfig, match=r"rules\.yaml.*alike, without blocks"):
+            read(rule)
+    for rule in (int8 | {"module_path": "("}, {"weight_dtype": "int8"}):
+        with pytest.raises(InvalidConfig, match=r"rules\.yaml.*cannot be read"):
+            read(rule)
+    for text in ("quantization: [", "", "quantization: 8"):
+        file.write_text(text)
+        with pytest.raises(InvalidConfig, match=r"rules\.yaml.*cannot be read"):
+            read_shape(CONFIGS["0.6B"], {"quantization_config_path": str(file)})
 
 
 def test_topologies() -> None:
@@ -323,6 +353,9 @@ def test_small_pages_are_advised_against() -> None:
     assert "runs at most 32 at context_length=4096 and page_size=1 (524,288 // 4096" in cap
     assert "page_size=128 allows 4096" in cap
     assert problems("0.6B", V5E.hbm_bytes, context_length=4096, page_size=16) == []
+    # Without room for the page numbers of one request, nothing is known about its memory.
+    _, cap = problems("0.6B", V6E.hbm_bytes, context_length=200_000, page_size=1)
+    assert "runs at most 0 at context_length=200000" in cap
 
 
 def test_smaller_pages_are_suggested_if_the_user_chose_none() -> None:

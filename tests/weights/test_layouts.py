@@ -13,6 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from enginepool import EnginePool, InvalidWeights
 from enginepool.weights.placement import place
+from enginepool.weights.tied import TiedHead
 from tests.support.layouts import devices_only, leaves, no_host, on_host, serves, tensors
 from tests.support.marks import slow
 from tests.support.pools import SMALL, MakePool, compilations
@@ -210,6 +211,26 @@ def test_a_tied_head(
     assert_have(engines, leaves(target(MODEL)))
 
 
+@pytest.mark.parametrize("kind", ["pinned_host", "unpinned_host"])
+def test_a_tied_head_on_the_host(kind: str) -> None:
+    """Beside an embedding in another layout, on the host, too, or on devices."""
+    value = np.random.default_rng(0).normal(size=(16, 12)).astype(np.float32)
+    other = value.copy()
+    other[-1, -1] += 0.5
+    tied = TiedHead({"model.embed_tokens.embedding": jax.ShapeDtypeStruct((16, 12), jnp.bfloat16)})
+
+    def aside(array: jax.Array) -> jax.Array:
+        return jax.device_put(array, array.sharding.with_memory_kind(kind))
+
+    (embedding,) = LAYOUTS["FSDP"].of({"": value}).values()
+    for layout in ("2-D turned", "replicated", "last"):
+        same, changed = (aside(*LAYOUTS[layout].of({"": v}).values()) for v in (value, other))
+        for one in (embedding, aside(embedding)):
+            assert tied.equal(same, one)
+            assert tied.equal(one, same)
+            assert not tied.equal(changed, one)
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", *slow("qwen2", "gemma2")])
 def test_families(family: str, tmp_path: Path) -> None:
     """Tensors with Hugging Face names, including biases and stacked experts, become the leaves
@@ -230,3 +251,8 @@ def test_families(family: str, tmp_path: Path) -> None:
                 pool.update_weights(source)
             assert on_host(tree) == []
             assert_have(pool, fresh)
+        # Of an expert it comes before the others of its stack, so the stack is not complete.
+        twice = [item for item in tree.items() if item[0].endswith("down_proj.weight")][:1] * 2
+        with pytest.raises(InvalidWeights, match=f"{twice[0][0]}: came twice"):
+            pool.update_weights(iter([*twice, *tree.items()]))
+        assert_have(pool, fresh)

@@ -197,6 +197,23 @@ def test_every_layout_takes_a_leaf(
         pool.update_weights(model_dir("llama"), weight_version=0)
 
 
+def test_room_for_a_wider_source(
+    make_pool: MakePool, target: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensors lie on a device in their own dtype until they are cast. If they do not fit beside two
+    sets, the update streams."""
+    pool = make_pool("llama", 2, dtype="bfloat16", warmup="none")
+    given = tensors(target("llama"))
+    before = device_bytes(devices_of(pool))
+    with peaks(devices_of(pool)) as most:
+        pool.update_weights(given, staging="double")
+    taken = max(most[device] - before[device] for device in before)
+    monkeypatch.setattr(batches, "BYTES", 0)
+    for free, expected in ((taken - 1, "stream"), (2 * taken, "double")):
+        monkeypatch.setattr("enginepool.runtime.staging.free_bytes", lambda _, free=free: free)
+        assert pool.update_weights(given).staging == expected
+
+
 @contextmanager
 def at_rebuilds(pool: EnginePool) -> Iterator[dict[int, int]]:
     """By device, its bytes just before its KV cache is allocated again."""

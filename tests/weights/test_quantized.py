@@ -13,6 +13,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from enginepool import EnginePool, InvalidConfig, NoWeights, WeightUpdateFailed
+from enginepool.weights import batches
+from enginepool.weights.plan import Plan
 from enginepool.weights.shard_quantizing import quantize_program
 from tests.runtime.test_swap_faults import (
     FOR_EVER,
@@ -349,6 +351,29 @@ def test_experts_with_activations(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         pool.update_weights(from_shards(tensors(models[1])))
         has(pool, models[1])
         serves_quantized(pool, models[1], activations=True)
+
+
+@pytest.mark.slow
+def test_room_for_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the new set there must be room for the largest stack as it comes, and for one of its
+    experts in the model's dtype, but not for all of them."""
+    monkeypatch.setitem(QWEN3_MOE, "moe_intermediate_size", 128)
+    model = make_random_model(tmp_path, "qwen3_moe", num_layers=1)
+    options: dict[str, Any] = SMALL | WEIGHTS | {"dtype": "bfloat16", "warmup": "none"}
+    said: list[int] = []
+    arriving = Plan.arriving
+
+    def looking(*args: Any, **kwargs: Any) -> int:
+        said.append(arriving(*args, **kwargs))
+        return said[-1]
+
+    with EnginePool(str(model), devices=1, **options) as pool:
+        monkeypatch.setattr(batches, "BYTES", 0)
+        monkeypatch.setattr(Plan, "arriving", looking)
+        report = pool.update_weights(tensors(model))
+        stack = max(spec.size for spec in scheduler_of(pool, 0).leaves.source_specs.values())
+        experts = QWEN3_MOE["num_experts"]
+        assert said == [report.nbytes + stack * 4 + stack * 2 // experts]
 
 
 def test_perturbed(int8: EnginePool) -> None:

@@ -16,8 +16,8 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from enginepool import EnginePool, InvalidWeights
-from tests.support.layouts import answers, own_layout, serves, tensors
-from tests.support.pools import same
+from tests.support.layouts import answers, leaves, own_layout, serves, tensors
+from tests.support.pools import MakePool, same
 from tests.support.reference import bfloat16, make_random_model
 
 
@@ -110,6 +110,68 @@ def test_iterator_that_fails_half_way(
         llama.update_weights(iter(items[:-1]), staging=staging)
     assert llama.checksum() == before
     same(answers(llama), expected)
+
+
+@pytest.mark.parametrize("part", ["self_attn.o_proj.weight", "mlp.up_proj.weight"])
+def test_a_nested_dict_of_one_leaf(
+    llama: EnginePool, target: Callable[[str], Path], part: str
+) -> None:
+    """Its name is a path, as in a nested dict of many, also if it could be a Hugging Face name."""
+    path = f"model.layers.0.{part}"
+    value = leaves(target("llama"))[path]
+    llama.update_weights(nested({path: value}, int_or_str), strict=False)
+    for worker in llama.runtime.workers:
+        np.testing.assert_array_equal(np.asarray(worker.leaves[path]), value)
+
+
+def twice(kind: str, params: dict[str, np.ndarray]) -> Any:
+    """A source with the last norm twice."""
+    name, norm = "model.norm.scale", params["model.norm.weight"]
+    if kind == "paths":
+        return {**nested(own_layout(params), int_or_str), tuple(name.split(".")): norm}
+    if kind == "flax tree":
+        return {**flax_tree(params), name: norm}
+    items = list(params.items())
+    return iter([*items, *items[-2:]])
+
+
+@pytest.mark.parametrize("kind", ["paths", "flax tree", "iterator"])
+def test_a_leaf_that_comes_twice(
+    llama: EnginePool, target: Callable[[str], Path], kind: str
+) -> None:
+    """The source does not say which of the two is meant. Nothing changes."""
+    before = llama.checksum()
+    with pytest.raises(InvalidWeights, match="twice") as caught:
+        llama.update_weights(twice(kind, tensors(target("llama"))))
+    assert caught.value.names
+    assert llama.checksum() == before
+
+
+def test_iterator_that_gives_nothing(
+    llama: EnginePool, make_pool: MakePool, target: Callable[[str], Path]
+) -> None:
+    """No leaf has changed, so a pool of one engine keeps its weights, too."""
+    array = tensors(target("llama"))["model.norm.weight"]
+
+    def fails() -> Iterator[tuple[str, np.ndarray]]:
+        raise KeyError("the trainer is gone")
+        yield
+
+    for pool in (make_pool("llama", 1), llama):
+        before, version = pool.checksum(), pool.stats()["weight_version"]
+        for staging in ("stream", "double"):
+            with pytest.raises(KeyError):
+                pool.update_weights(fails(), staging=staging)
+            with pytest.raises(InvalidWeights, match="unknown 1 name: nonsense"):
+                pool.update_weights(iter([("nonsense", array)]), staging=staging)
+            with pytest.raises(InvalidWeights, match=r"none of the names .* 1 name: nonsense"):
+                pool.update_weights(iter([("nonsense", array)]), staging=staging, strict=False)
+            with pytest.raises(InvalidWeights, match="the source is empty"):
+                pool.update_weights(iter([]), staging=staging, strict=False)
+        with pytest.raises(InvalidWeights, match="the source is empty"):
+            pool.update_weights(nnx.State({}), strict=False)
+        assert pool.checksum() == before
+        assert pool.stats()["weight_version"] == version
 
 
 class Tensor:
