@@ -67,7 +67,8 @@ class InvalidGrammar(InvalidRequest):
 
 class InvalidWeights(EnginePoolError, ValueError):
     """Raised by `update_weights` for a source that does not fit, and by `open()` for a checkpoint
-    that does not fit its configuration. No engine has changed.
+    that does not fit its configuration. No engine has changed. `update_weights` names an exception:
+    an iterator.
 
     Attributes:
         names: The tensors or leaves that the error is about.

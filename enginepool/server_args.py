@@ -107,7 +107,8 @@ def check_lora(args: Mapping[str, Any]) -> None:
         )
     targets = given["lora_target_modules"]
     known = (*_TARGETS, "all")
-    if not isinstance(targets, list | tuple | set) or not targets or set(targets) - set(known):
+    listed = isinstance(targets, list | tuple | set) and targets
+    if not listed or any(target not in known for target in targets):
         raise InvalidConfig(
             f"lora_target_modules={shown(targets)}: expected a list of {', '.join(known)}"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from enginepool.config import PoolConfig
 from enginepool.dispatch.condition import DesiredState, EngineCondition
@@ -148,10 +149,9 @@ class Dispatch:
                 continue
             # Set first: every thread that moves the request checks it.
             request.abort_reason = reason
-            if self.queue.discard(request) or self.queue_limit.holds(request):
-                request.call.finish(request, reason)
-            elif request.engine_index is not None:
+            if not self._end_waiting(request, reason) and request.engine_index is not None:
                 by_engine.setdefault(request.engine_index, []).append(request)
+        self.queue_limit.let_in()
         for index, group in by_engine.items():
             self.engines[index].abort(group)
 
@@ -179,15 +179,22 @@ class Dispatch:
     def _end_aborted(self, requests: Iterable[Request]) -> None:
         """End requests that were aborted, if they wait for an engine."""
         for request in requests:
-            reason = request.abort_reason
-            if reason is not None and (
-                self.queue.discard(request) or self.queue_limit.holds(request)
-            ):
-                request.call.finish(request, reason)
+            if request.abort_reason is not None:
+                self._end_waiting(request, request.abort_reason)
+        self.queue_limit.let_in()
+
+    def _end_waiting(self, request: Request, reason: dict[str, Any]) -> bool:
+        """End a request that waits for an engine. False if it does not. The caller calls `let_in`
+        afterwards: the rest of a call may fit then, or the call behind it."""
+        waits = self.queue.discard(request) or self.queue_limit.holds(request)
+        if waits:
+            request.call.finish(request, reason)
+        return waits
 
     def take_waiting(self) -> list[Request]:
         """Remove and return all requests that wait for an engine."""
-        return self.queue.drain() + self.queue_limit.drain()
+        outside = self.queue_limit.drain()  # first, because a call may enter the queue meanwhile
+        return outside + self.queue.drain()
 
     def fail(self, requests: Iterable[Request], error: EnginePoolError) -> None:
         """End requests. Their callers raise `error`."""

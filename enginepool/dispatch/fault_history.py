@@ -9,7 +9,8 @@ from collections.abc import Set as AbstractSet
 class FaultHistory:
     """The failures of engines that held a request.
 
-    The thread that took the request out of an engine writes it, while no engine holds the request.
+    The thread that took the request out of an engine writes it. While an engine holds the request,
+    that engine's thread records finite numbers.
 
     Attributes:
         reasons: Why each engine failed, by engine index.

@@ -21,7 +21,7 @@ class QueueLimit:
         self._when_full = when_full
         self._outside: deque[Call] = deque()
         self._lock = threading.Lock()
-        queue.on_taken = self._let_in
+        queue.on_taken = self.let_in
 
     def __len__(self) -> int:
         """How many requests wait in front of the queue."""
@@ -49,7 +49,7 @@ class QueueLimit:
                 self._outside.append(call)
 
     def holds(self, request: Request) -> bool:
-        """Whether the request waits in front of the queue. If it ends meanwhile, `_let_in` drops
+        """Whether the request waits in front of the queue. If it ends meanwhile, `let_in` drops
         it."""
         with self._lock:
             return request.call in self._outside
@@ -75,7 +75,9 @@ class QueueLimit:
         waiting = len(self._queue)
         return self._limit is None or not waiting or waiting + call.remaining <= self._limit
 
-    def _let_in(self) -> None:
+    def let_in(self) -> None:
+        """Queue the calls that have room now, in order of arrival. Called whenever room may have
+        come: a request has left the queue, or one in front of it has ended."""
         if self._limit is None:  # no call ever waits
             return
         aborted = []

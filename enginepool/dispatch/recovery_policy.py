@@ -51,7 +51,8 @@ class EngineHistory:
 
     Attributes:
         failures: How many failures in a row there were within `WINDOW_SECONDS`, this one included.
-            A failure by non-finite numbers does not count, since a request may cause it.
+            A failure by non-finite numbers counts only with `weights_broken`. Otherwise a request
+            may be the cause.
         recovery_failed: Whether the latest failure was a failed reset or rebuild.
         weights_broken: Whether the engine's weights are the likely fault: a request that was alone
             got no finite numbers on this engine, and later got finite ones on another engine.

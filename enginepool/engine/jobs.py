@@ -37,6 +37,7 @@ class Jobs:
         self._jobs: deque[tuple[Callable[[], object], Future]] = deque()
         self._waiting: list[tuple[Callable[[], bool], Callable[[], object], Future]] = []
         self._running: Future | None = None
+        self._broken: tuple[Future, EngineBroken] | None = None  # not answered yet
         self._closed: str | None = None
         self._lock = threading.Lock()
 
@@ -83,6 +84,7 @@ class Jobs:
             jobs, self._jobs = self._jobs, deque()
             if last is not None:
                 self._jobs.append((last, Future()))
+        self._answer_broken()
         waiting, self._waiting = self._waiting, []
         for future in [future for *_, future in (*jobs, *waiting)]:
             if future.set_running_or_notify_cancel():
@@ -94,7 +96,7 @@ class Jobs:
 
     def due(self) -> bool:
         """Whether `run_due` would run a job."""
-        return bool(self._jobs) or any(
+        return bool(self._jobs or self._broken) or any(
             future.cancelled() or condition() for condition, _, future in self._waiting
         )
 
@@ -104,6 +106,7 @@ class Jobs:
         Raises:
             StopEngine, EngineBroken: A job ended the loop.
         """
+        self._answer_broken()  # the engine has lost shared weights as well, and goes on without
         while True:
             while self._jobs:
                 self._run(*self._jobs.popleft())
@@ -130,12 +133,18 @@ class Jobs:
             _answer(future, None)
             raise
         except EngineBroken as error:
-            _answer(future, error)
+            # Answered by `close`, so that whoever waits finds an engine that has failed.
+            self._broken = future, error
             raise
         except Exception as error:
             _answer(future, error)
         finally:
             self._running = None
+
+    def _answer_broken(self) -> None:
+        broken, self._broken = self._broken, None
+        if broken is not None:
+            _answer(*broken)
 
 
 def _answer(future: Future, answer: object) -> None:

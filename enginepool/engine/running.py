@@ -41,10 +41,10 @@ class RunningRequests:
         return len(self.held)
 
     @property
-    def any_unfinished(self) -> bool:
-        """Whether a request here has not ended. One that was aborted in a paused engine has ended,
+    def unfinished(self) -> int:
+        """How many requests here have not ended. One that was aborted in a paused engine has ended,
         and stays here until the next step. Any thread."""
-        return any(request.finish_reason is None for request in list(self.held.values()))
+        return sum(request.finish_reason is None for request in list(self.held.values()))
 
     @property
     def has_one_alone(self) -> bool:

@@ -134,7 +134,7 @@ class EnginePool(GenerateCalls, ChatCalls, ScoreCalls, SteeringCalls, WeightCall
             return f"<EnginePool {self.name!r} [{self._state.value}]>"
         if not runtime.dispatch.process.here:
             return f"<EnginePool {self.name!r} [open in process {runtime.dispatch.process.pid}]>"
-        running = sum(worker.channel.load() for worker in runtime.workers)
+        running = sum(worker.channel.running.unfinished for worker in runtime.workers)
         serving = len(runtime.dispatch.serving())
         return (
             f"<EnginePool {self.name!r} [{serving} of {len(runtime.workers)} "

@@ -74,7 +74,7 @@ class SteeringCalls(CallGroup):
         return self.runtime.events.latest()
 
     def get_load(self) -> list[dict[str, Any]]:
-        """Running requests, waiting requests and KV use of each engine. No engine stops for it."""
+        """Running requests and KV use of each engine. No engine stops for it."""
         return [statistics.load(worker) for worker in self.runtime.workers]
 
     async def async_abort_request(self, rid: str | None = None, *, abort_all: bool = False) -> int:

@@ -70,7 +70,7 @@ class FrontEnd:
         args = worker.engine.server_args
         self.server_args = args
         self.tokenizer = runtime.input_processor.tokenizer.hf
-        self.model_config = worker.engine.scheduler_info["scheduler"].model_config
+        self.model_config = runtime.model_config
         self.mm_processor = None
         self.model_path = args.model_path
         self.served_model_name = args.served_model_name

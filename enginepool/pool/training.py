@@ -48,9 +48,9 @@ class WeightCalls(CallGroup):
                 model's layout and dtype and lies on its device: if the owner deletes or donates
                 that array, the engine has no weights. `copy=True` prevents it.
             weight_version: The label that results carry from now on. None: the update's number.
-            mode: What happens to running requests. Requests in the queue wait, in every mode.
-                "drain": they finish first, on the old weights. It is refused if a pause keeps a
-                running request from finishing. "retract": they go back to the queue with the tokens
+            mode: What happens to requests that have begun. All others wait in the queue, in every
+                mode. "drain": they finish first, on the old weights. It is refused if a pause keeps
+                one of them from finishing. "retract": they go back to the queue with the tokens
                 that they have and continue on the new weights; their KV is recomputed. "abort":
                 they end with the tokens that they have. "in_place": they continue on the new
                 weights, with the KV of the old weights.

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def quick_exit() -> Iterator[None]:
-    """End the process at once when the command in the block ends with SystemExit.
+    """End the process at once when the command in the block ends with SystemExit and a number.
 
     Exit hooks that are registered later than this still run. Threads that are not daemons are
     joined. Logs and standard streams are flushed.

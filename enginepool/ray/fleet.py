@@ -7,11 +7,9 @@ hosts that do not have the current weights.
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import logging
-import threading
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from typing import Any
 
 import ray  # pyright: ignore[reportMissingImports]
@@ -21,6 +19,7 @@ from enginepool.ray.call import RayCall
 from enginepool.ray.link import HostLink, HostLost
 from enginepool.ray.output_router import OutputRouter
 from enginepool.ray.wire import News, Weights
+from enginepool.ray.work_loop import WorkLoop
 
 _logger = logging.getLogger("enginepool.ray")
 # How often in a row a host may fail to start before it stays out.
@@ -28,7 +27,7 @@ _ATTEMPTS = 3
 _BACKOFF = 1.0
 
 
-class Fleet:
+class Fleet(WorkLoop):
     """The hosts. Coroutine methods run on the fleet's loop. Other threads call them by `run`.
 
     Attributes:
@@ -36,49 +35,22 @@ class Fleet:
         undone: The numbers of failed updates. A host may still have one of them.
         updates: The updates that a host gets when it comes back, in order: the last full update of
             the base and all later ones, and the last update of each adapter.
+        unloaded: The adapters among `updates` that outputs still need, and no new call may name.
         changing: Held while hosts get other weights, or are paused.
         paused: Whether hosts should be paused.
     """
 
     def __init__(self, actors: Sequence[Any], hang_timeout: float | None) -> None:
+        super().__init__("enginepool-ray")
         self.hosts = [HostLink(i, actor, hang_timeout) for i, actor in enumerate(actors)]
         self.router = OutputRouter(self.hosts, self._ready, self._tell)
         self.number = 0
         self.undone: set[int] = set()
         self.weight_version: int | str = 0
         self.updates: list[Weights] = []
+        self.unloaded: set[str] = set()
         self.paused = False
-        self.closed = False
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._loop = asyncio.new_event_loop()
         self.changing = asyncio.Lock()
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name="enginepool-ray", daemon=True
-        )
-        self._thread.start()
-
-    # Called from other threads
-
-    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """
-        Raises:
-            PoolClosed: The pool was closed meanwhile.
-        """
-        try:
-            return asyncio.run_coroutine_threadsafe(self._tracked(coroutine), self._loop).result()
-        except concurrent.futures.CancelledError:
-            raise PoolClosed("the pool was closed") from None
-
-    async def _tracked(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        return await self._spawn(coroutine)
-
-    def post(self, function: Callable[..., Any], *args: Any) -> None:
-        self._loop.call_soon_threadsafe(function, *args)
-
-    def end_loop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
 
     # Opening, listening and closing
 
@@ -97,13 +69,9 @@ class Fleet:
         for host in self.hosts:
             self._spawn(self._keep(host))
 
-    async def close(self, error: EnginePoolError) -> None:
-        self.closed = True
-        self.router.fail_all(error)
-        others = self._tasks - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+    def close(self, error: EnginePoolError) -> None:
+        """End all calls with this error. Called from another thread."""
+        self._close(lambda: self.router.fail_all(error))
 
     async def _start(self, host: HostLink) -> None:
         host.state = "starting"
@@ -117,7 +85,8 @@ class Fleet:
                 raise HostLost("it has weights that no other host got", end=True)
             for weights in self.updates:
                 await host.ask("update", *weights.args, watched=True)
-            await host.ask("caught_up", self.number, list(self.adapters), watched=True)
+            kept = [one.lora_name for one in self.updates if one.lora_name is not None]
+            await host.ask("caught_up", self.number, kept, watched=True)
             host.number = self.number
             if self.paused:
                 await host.ask("pause", "retract", watched=True)
@@ -191,27 +160,32 @@ class Fleet:
     @property
     def adapters(self) -> dict[str, Weights]:
         """The last update of each adapter that calls may name."""
-        return {one.lora_name: one for one in self.updates if one.lora_name is not None}
+        named = {one.lora_name: one for one in self.updates if one.lora_name is not None}
+        return {name: one for name, one in named.items() if name not in self.unloaded}
 
     def updated(self, weights: Weights) -> None:
         """Remember that hosts have this update."""
         self.number = weights.number
         if weights.lora_name is None:
             self.weight_version = weights.weight_version
+        else:
+            self.unloaded.discard(weights.lora_name)
         self.updates = [old for old in self.updates if not weights.replaces(old)] + [weights]
 
     async def unload(self, name: str) -> None:
         """Let no new call name an adapter. Hosts forget it once no output needs it."""
         async with self.changing:
             self._check_adapters([name], "lora_name")
-            self.updates = [one for one in self.updates if one.lora_name != name]
+            self.unloaded.add(name)
         self._spawn(self._unload_unused(name))
 
     async def _unload_unused(self, name: str) -> None:
         while self.router.uses(name):
             await asyncio.sleep(_BACKOFF)
         async with self.changing:
-            if name not in self.adapters:
+            if name in self.unloaded:  # it was not loaded again
+                self.unloaded.discard(name)
+                self.updates = [one for one in self.updates if one.lora_name != name]
                 await self.on_all("unload", name)
 
     def _check_adapters(self, names: Iterable[Any], argument: str = "lora_path") -> None:
@@ -256,12 +230,6 @@ class Fleet:
             await host.ask(method, *args)
         except HostLost as error:  # `_listen` notices the lost host, too
             _logger.debug("host %s: %s: %s", host.index, method, error)
-
-    def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
 
     async def on_all(
         self, method: str, *args: Any, hosts: Iterable[HostLink] | None = None

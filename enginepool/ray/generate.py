@@ -10,7 +10,7 @@ from typing import Any
 
 import anyio.to_thread
 
-from enginepool import InvalidRequest
+from enginepool import InvalidRequest, PoolClosed
 from enginepool.ray.call import Output, RayCall
 from enginepool.ray.fleet import FleetCalls
 
@@ -19,6 +19,9 @@ _OPTIONS = (
     *("logprob_start_len", "timeout", "prompt_indices", "return_sampling_mask"),
     *("return_routed_experts", "lora_path"),
 )
+
+# An output, and its result so far.
+OutputNews = tuple[Output, dict[str, Any]]
 
 
 class RayGenerateCalls(FleetCalls):
@@ -63,9 +66,9 @@ class RayGenerateCalls(FleetCalls):
 
     def _as_completed(self, call: RayCall, timeout: float | None) -> Iterator[dict[str, Any]]:
         with self._submitted(call):
-            for output in self._news(call, timeout):
+            for output, latest in self._news(call, timeout):
                 if output.done:
-                    yield output.latest or {}
+                    yield latest
 
     async def async_as_completed(
         self,
@@ -76,9 +79,9 @@ class RayGenerateCalls(FleetCalls):
         """`as_completed` on an event loop."""
         call, timeout = await self._async_make_call(prompts, sampling_params, options)
         with self._submitted(call):
-            async for output in self._async_news(call, timeout):
+            async for output, latest in self._async_news(call, timeout):
                 if output.done:
-                    yield output.latest or {}
+                    yield latest
 
     def stream(
         self,
@@ -91,8 +94,8 @@ class RayGenerateCalls(FleetCalls):
 
     def _stream(self, call: RayCall, timeout: float | None) -> Iterator[dict[str, Any]]:
         with self._submitted(call):
-            for output in self._news(call, timeout):
-                yield {**(output.latest or {}), "index": output.position}
+            for output, latest in self._news(call, timeout):
+                yield {**latest, "index": output.position}
 
     async def async_stream(
         self,
@@ -103,8 +106,8 @@ class RayGenerateCalls(FleetCalls):
         """`stream` on an event loop."""
         call, timeout = await self._async_make_call(prompts, sampling_params, options, every=True)
         with self._submitted(call):
-            async for output in self._async_news(call, timeout):
-                yield {**(output.latest or {}), "index": output.position}
+            async for output, latest in self._async_news(call, timeout):
+                yield {**latest, "index": output.position}
 
     def _make_call(
         self, prompts: Any, sampling_params: Any, options: dict[str, Any], *, every: bool = False
@@ -157,15 +160,18 @@ class RayGenerateCalls(FleetCalls):
         self, call: RayCall, err_type: str = "cancelled", why: str = "the caller left"
     ) -> None:
         if (fleet := self._fleet) is not None:
-            fleet.post(fleet.router.leave, call, err_type, why)
+            with contextlib.suppress(PoolClosed):  # then its outputs have ended
+                fleet.post(fleet.router.leave, call, err_type, why)
 
-    def _news(self, call: RayCall, timeout: float | None) -> Iterator[Output]:
-        """Each output of a submitted call when it has ended and, in a stream, when it has grown.
+    def _news(self, call: RayCall, timeout: float | None) -> Iterator[OutputNews]:
+        """Each output of a submitted call, with its result so far, when it has ended and, in a
+        stream, when it has grown. A slow reader gets the newest result once.
 
         Raises:
             PoolFailed, PoolClosed, InvalidRequest: The call has failed.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
+        seen: dict[int, dict[str, Any]] = {}
         while True:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             if deadline is not None and not left:
@@ -177,16 +183,19 @@ class RayGenerateCalls(FleetCalls):
                 continue
             if output is None:
                 break
-            yield output
+            latest = output.latest or {}  # read once: the fleet's thread replaces it
+            if seen.get(output.position) is not latest:
+                seen[output.position] = latest
+                yield output, latest
         call.results()
 
-    async def _async_news(self, call: RayCall, timeout: float | None) -> AsyncIterator[Output]:
+    async def _async_news(self, call: RayCall, timeout: float | None) -> AsyncIterator[OutputNews]:
         news = self._news(call, timeout)
         while True:
-            output = await anyio.to_thread.run_sync(next, news, None, abandon_on_cancel=True)
-            if output is None:
+            one = await anyio.to_thread.run_sync(next, news, None, abandon_on_cancel=True)
+            if one is None:
                 return
-            yield output
+            yield one
 
 
 def _plain(value: Any) -> Any:

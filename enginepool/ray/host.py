@@ -51,6 +51,7 @@ class Host:
         self._pool_args = dict(pool_args)
         self._pool: EnginePool | None = None
         self._opening = asyncio.Lock()
+        self._slots = 0  # how many outputs it can run at a time
         self._number = 0  # of the update that it has
         self._staged: dict[int, StagedWeights | StagedAdapter] = {}  # by the update's number
         self._tasks: dict[int, asyncio.Task[None]] = {}  # by an attempt's key
@@ -67,17 +68,17 @@ class Host:
             if self._pool is None:
                 pool = EnginePool(**self._pool_args)
                 await asyncio.to_thread(pool.open)
+                schedulers = [engine.scheduler_info["scheduler"] for engine in pool.engines]
+                self._slots = sum(one.max_running_requests for one in schedulers)
                 self._pool = pool
         for task in list(self._tasks.values()):
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
         self._news, self._told = News(), News()
-        engines = self._open().engines
-        running = [engine.scheduler_info["scheduler"].max_running_requests for engine in engines]
         return {
             "pid": os.getpid(),
             "node": socket.gethostname(),
-            "slots": sum(running),
+            "slots": self._slots,
             "number": self._number,
         }
 
@@ -122,6 +123,8 @@ class Host:
             sampling_params={"max_new_tokens": 1},
             prompt_indices=options.get("prompt_indices"),
             timeout=options.get("timeout"),
+            return_prompt_logprob=scored,
+            logprob_start_len=None if scored else start,  # if scored, `make_call` checked it
         )
         return [(ids, count) for ids, count in counts.values()]
 

@@ -101,7 +101,8 @@ class HostLink:
         if isinstance(reply.error, (PoolClosed, PoolFailed)):
             # Closed: the process has started again, and its pool is not open yet.
             end = isinstance(reply.error, PoolFailed)
-            raise HostLost(f"its pool is not open: {reply.error}", end=end)
+            what = "has failed" if end else "is not open"
+            raise HostLost(f"its pool {what}: {reply.error}", end=end)
         raise reply.error
 
     async def _watch(self, answer: asyncio.Future[Any]) -> None:

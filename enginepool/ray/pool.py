@@ -109,6 +109,10 @@ class RayEnginePool(RayGenerateCalls, RaySteeringCalls):
             PoolClosed: The pool was closed.
             EnginePoolError: A host did not start. All hosts are ended.
         """
+        self._open_once()
+        return self
+
+    def _open_once(self) -> Fleet:
         with self._lock:
             if self.closed:
                 raise PoolClosed("the pool is already closed; make a new one")
@@ -124,7 +128,7 @@ class RayEnginePool(RayGenerateCalls, RaySteeringCalls):
                     self._end(self._fleet, PoolClosed(f"the pool did not open: {error}"))
                     self._fleet = None
                     raise
-        return self
+            return self._fleet
 
     def _make_actors(self) -> list[Any]:
         group = self._group
@@ -163,7 +167,7 @@ class RayEnginePool(RayGenerateCalls, RaySteeringCalls):
 
     def _end(self, fleet: Fleet, error: PoolClosed) -> None:
         serving = [host.actor for host in fleet.serving()]
-        fleet.run(fleet.close(error))
+        fleet.close(error)
         if ray.is_initialized():
             ray.wait(
                 [actor.stop.remote() for actor in serving] or [ray.put(None)],
@@ -197,8 +201,4 @@ class RayEnginePool(RayGenerateCalls, RaySteeringCalls):
 
     @property
     def fleet(self) -> Fleet:
-        fleet = self._fleet
-        if fleet is None:
-            fleet = self.open()._fleet
-        assert fleet is not None
-        return fleet
+        return self._fleet or self._open_once()  # another thread may close it meanwhile

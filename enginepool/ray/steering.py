@@ -155,12 +155,12 @@ class RaySteeringCalls(FleetCalls):
     def _steer(self, paused: bool, method: str, *args: Any) -> None:
         fleet = self.fleet
 
-        async def steer() -> dict[int, Any]:
+        async def steer() -> None:
             async with fleet.changing:
-                fleet.paused = paused
-                return await fleet.on_all(method, *args)
+                _raise_first(await fleet.on_all(method, *args))
+                fleet.paused = paused  # a host that starts again reads it
 
-        _raise_first(fleet.run(steer()))  # a host that starts again reads `paused`
+        fleet.run(steer())
 
 
 def _raise_first(said: Mapping[int, Any]) -> dict[int, Any]:

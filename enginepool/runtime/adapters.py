@@ -21,7 +21,7 @@ from enginepool.runtime.quiesce import StoppedEngines, SwapMode, quiesced
 from enginepool.runtime.runtime import Runtime
 from enginepool.runtime.staging import naming
 from enginepool.runtime.swap_options import Options
-from enginepool.runtime.update_lock import updating
+from enginepool.runtime.update_lock import reading, updating
 from enginepool.values import shown
 
 if TYPE_CHECKING:  # it imports sgl_jax; patches come first
@@ -108,7 +108,8 @@ class AdapterLoad:
         old = adapters.get(self._name)
         if config is None and old is not None and isinstance(source, Mapping):
             config = old.config
-        self.new = self._read(source, config, version)
+        with reading(self._runtime, self._workers[0]):
+            self.new = self._read(source, config, version)
         self._seconds = time.perf_counter() - started
 
     def commit(self, workers: Sequence[EngineWorker], mode: SwapMode) -> AdapterReport:

@@ -72,13 +72,15 @@ class StoppedEngines:
         return [index for index, one in conditions if one.reachable and one.may_step]
 
     def _failure(self, failed: Sequence[EngineWorker]) -> EnginePoolError:
-        """The error to raise if all these engines have failed. Other engines may serve."""
+        """The error to raise if all these engines have failed, or if there was none. Other engines
+        may serve."""
+        failed = failed or [w for w in self.runtime.workers if w.condition.recovering]
         coming_back = any(worker.condition.recovering for worker in failed)
         if not coming_back and not self.runtime.reachable():
             return self.runtime.dispatch.failure()
         listed = "; ".join(f"engine {each.index}: {each.condition.reason}" for each in failed)
         return WeightUpdateFailed(
-            f"engines failed meanwhile ({listed}); those that come back get the weights that the "
+            f"engines have failed ({listed}); those that come back get the weights that the "
             "pool has; try again",
             engine_index=failed[0].index,
         )
@@ -217,7 +219,7 @@ def _begin_drain(engines: StoppedEngines) -> None:
     serving = runtime.reachable()
     paused = [worker.index for worker in serving if worker.condition.paused]
     others = [worker.index for worker in serving if worker.condition.may_step]
-    holding = any(runtime.workers[index].channel.running.any_unfinished for index in paused)
+    holding = any(runtime.workers[index].channel.running.unfinished for index in paused)
     if holding or runtime.dispatch.queue.waits_for(paused, others):
         raise InvalidRequest(
             f"mode='drain' waits for running outputs, but engine {min(paused)} is paused or "

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 
@@ -61,6 +61,7 @@ class Runtime:
             again.
         swap_programs: Compiles the programs of the first update ahead.
         input_processor: Checks and tokenizes callers' input.
+        model_config: Upstream's description of the model. It is there even if an engine is not.
         start: The stages of opening, with their seconds.
         quantized: The error of each matrix that was quantized while the checkpoint was read, by
             path.
@@ -151,6 +152,7 @@ class Runtime:
             self.input_processor = make_input_processor(
                 self.workers, defaults, self.adapters, self.name
             )
+            self.model_config: Any = self.workers[0].scheduler.model_config
         self.guards.callback(self.input_processor.grammars.close)
         if (limit := self.config.step_timeout) is not None:
             watch = watching(self.name, self.workers, limit, self.recovery)

@@ -27,7 +27,7 @@ def pool(runtime: Runtime) -> dict[str, Any]:
     return {
         "engines": [engine(worker) for worker in runtime.workers],
         "waiting": runtime.dispatch.waiting,
-        "running": sum(worker.channel.load() for worker in runtime.workers),
+        "running": sum(worker.channel.running.unfinished for worker in runtime.workers),
         "finished": runtime.dispatch.counts.finished,
         "aborted": runtime.dispatch.counts.aborted,
         "prompt_tokens": runtime.dispatch.counts.prompt_tokens,
@@ -91,7 +91,7 @@ def load(worker: EngineWorker) -> dict[str, Any]:
     usage = worker.channel.kv_usage()
     return {
         "engine_index": worker.index,
-        "running": worker.channel.load(),
+        "running": worker.channel.running.unfinished,
         "kv_used_tokens": usage[0],
         "kv_total_tokens": usage[1],
     }

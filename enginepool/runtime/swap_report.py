@@ -59,8 +59,9 @@ class SwapReport:
             not quantize.
         quantized: By the path of each matrix that was quantized, a `QuantizedMatrix` with its
             `relative_error` and its `largest_error`.
-        failed: Engines that failed to get the weights after others had got them, with the reason.
-            They serve again after the next update.
+        failed: Engines at which the update failed, with the reason. It succeeded at another engine.
+            An engine that is being recovered comes back with the new weights. Any other has none,
+            and serves again after the next update.
         left: Leaves that kept their weights (strict=False).
         ignored: Names of the source that the model does not use.
         kv_bytes: Bytes of KV cache freed around the update (free_kv=True), of all engines.

@@ -15,7 +15,7 @@ from typing import Any
 
 from enginepool.engine.jobs import EngineStopped
 from enginepool.engine.worker import EngineWorker
-from enginepool.errors import InvalidWeights, PoolClosed, WeightUpdateFailed
+from enginepool.errors import InvalidWeights, PoolClosed
 from enginepool.runtime.commit import commit, leave_without_weights, stream
 from enginepool.runtime.memory_occupation import without_kv_caches
 from enginepool.runtime.quiesce import StoppedEngines, SwapMode, quiesced
@@ -24,7 +24,7 @@ from enginepool.runtime.served_config import check_config
 from enginepool.runtime.staging import Staged, choose_staging, stage
 from enginepool.runtime.swap_options import Options
 from enginepool.runtime.swap_report import EngineSwap, QuantizedMatrix, SwapReport
-from enginepool.runtime.update_lock import updating
+from enginepool.runtime.update_lock import reading, updating
 from enginepool.runtime.weight_inspection import swap_fingerprints
 from enginepool.weights.plan import Plan
 from enginepool.weights.sources import read_source
@@ -68,18 +68,9 @@ class Update:
         self.number = self.runtime.desired.update + 1
         label = self.options.weight_version
         self.version = self.number if label is None else label
-        lead = self.workers[0]
         self.runtime.swap_programs.stop()
-        try:
+        with reading(self.runtime, self.workers[0]):
             self.plan = self._plan()
-        except Exception as error:
-            if lead.condition.reachable:
-                raise
-            raise WeightUpdateFailed(
-                f"engine {lead.index} failed ({lead.condition.reason}) while the source was read; "
-                "nothing was touched, try again",
-                engine_index=lead.index,
-            ) from error
         self.runtime.discard_staged("another set of weights came in between")
         self.staging = self.options.staging
         # A device may have room for a second set only once its KV cache is gone.
@@ -207,13 +198,15 @@ class Update:
             except (PoolClosed, InvalidWeights):
                 raise
             except Exception as error:
-                if worker is self.workers[0] or self.runtime.closed:
+                if self.runtime.desired.update != self.number or self.runtime.closed:
                     raise
-                # Others have the new weights already, so there is no way back.
-                self.failed[worker.index] = f"it missed an update of weights: {error}"
+                # An engine has the new weights, so there is no way back. It may be this one.
+                self.failed[worker.index] = f"its update of weights failed: {error}"
                 job = partial(leave_without_weights, worker, self.failed[worker.index])
                 with suppress(EngineStopped):  # it comes back with the new weights
                     worker.channel.run(job).result()
+                if worker is self.workers[-1] and not self.pauses:
+                    raise
 
     def _roll_one(self, worker: EngineWorker) -> None:
         plan, siblings = self.plan, self.workers[1:]

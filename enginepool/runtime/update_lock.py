@@ -45,3 +45,26 @@ def updating(runtime: Runtime, call: str) -> Iterator[list[EngineWorker]]:
                 "pool has, try again",
                 engine_index=workers[0].index,
             ) from error
+
+
+@contextmanager
+def reading(runtime: Runtime, lead: EngineWorker) -> Iterator[None]:
+    """A block inside `updating` that reads a source, and asks the first engine what fits it. If the
+    block fails and that engine is gone, the error is about the engine.
+
+    Raises:
+        WeightUpdateFailed: The first engine has failed.
+        PoolClosed: The pool was closed.
+    """
+    try:
+        yield
+    except Exception as error:
+        if runtime.closed:
+            raise PoolClosed(f"pool {runtime.name!r} was closed") from error
+        if lead.condition.reachable:
+            raise
+        raise WeightUpdateFailed(
+            f"engine {lead.index} failed ({lead.condition.reason}) while the source was read; "
+            "nothing was touched, try again",
+            engine_index=lead.index,
+        ) from error

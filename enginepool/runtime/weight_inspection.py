@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -11,6 +12,7 @@ import numpy as np
 from enginepool.errors import EnginesDiffer, InvalidRequest, NoWeights
 from enginepool.runtime.runtime import Runtime
 from enginepool.runtime.staging import Staged
+from enginepool.weights.arrays import lost
 from enginepool.weights.fingerprint import fingerprints
 from enginepool.weights.plan import Plan
 
@@ -23,7 +25,7 @@ def checksum(runtime: Runtime) -> str:
     """See `EnginePool.checksum`."""
 
     def read() -> str:
-        weights = _weights(runtime)
+        weights = _arrays(runtime)
         with runtime.cache.sharing():
             sums = fingerprints(list(weights.values()))
         return _one(dict(zip(weights, sums, strict=True)))
@@ -36,7 +38,7 @@ def quick_checksum(runtime: Runtime) -> float:
 
     def read() -> float:
         sums = {}
-        for index, leaves in _weights(runtime).items():
+        for index, leaves in _arrays(runtime).items():
             first = [np.asarray(leaves[path]).reshape(-1)[:1024] for path in list(leaves)[:4]]
             sums[index] = float(sum(part.astype(np.float32).sum() for part in first))
         return _one(sums)
@@ -125,9 +127,24 @@ def _weights(runtime: Runtime) -> dict[int, EngineLeaves]:
     weights = {worker.index: worker.leaves for worker in workers}
     for index, leaves in weights.items():
         if leaves.lost():
-            reason = runtime.workers[index].condition.reason
-            raise NoWeights(f"engine {index} has no weights: {reason}")
+            raise _no_weights(runtime, index)
     return weights
+
+
+def _arrays(runtime: Runtime) -> dict[int, dict[str, jax.Array]]:
+    """The leaves of every engine. They stay as they are, also if an update drops some meanwhile."""
+    arrays: dict[int, dict[str, jax.Array]] = {}
+    for index, leaves in _weights(runtime).items():
+        with suppress(LookupError):  # the engine is taken apart at this moment
+            arrays[index] = dict(leaves)
+        if index not in arrays or lost(arrays[index]):
+            raise _no_weights(runtime, index)
+    return arrays
+
+
+def _no_weights(runtime: Runtime, index: int) -> NoWeights:
+    reason = runtime.workers[index].condition.reason
+    return NoWeights(f"engine {index} has no weights: {reason}")
 
 
 def _one(sums: dict[int, Any]) -> Any:

@@ -5,9 +5,13 @@ from threading import Thread
 import pytest
 
 from enginepool import QueueFull
+from enginepool.config import PoolConfig
+from enginepool.dispatch.condition import DesiredState
+from enginepool.dispatch.dispatch import Dispatch
 from enginepool.dispatch.queue import RequestQueue
 from enginepool.dispatch.queue_limit import QueueLimit, WhenFull
 from enginepool.dispatch.request import Call, Request
+from enginepool.dispatch.steering_lock import SteeringLock
 from tests.support.liveness import SECONDS, callers, paused, until, waiting
 from tests.support.pools import MakePool
 
@@ -122,3 +126,58 @@ def test_in_a_pool(make_pool: MakePool) -> None:
         for call in calls:
             assert [len(r["output_ids"]) for r in call.result(SECONDS)] == [4, 4]
     assert waiting(pool) == 0
+
+
+class EnteredMeanwhile(RequestQueue):
+    """A request has left just before the queue is drained. Another thread says so afterwards."""
+
+    def drain(self) -> list[Request]:
+        drained = super().drain()
+        assert self.on_taken is not None
+        self.on_taken()
+        return drained
+
+
+def test_a_call_enters_while_all_that_waits_is_taken_out() -> None:
+    """It is taken out as well. Otherwise it would wait in the queue of a pool without engines."""
+    dispatch = Dispatch("pool", PoolConfig("toy"), DesiredState(), SteeringLock())
+    dispatch.queue = EnteredMeanwhile()
+    dispatch.queue_limit = QueueLimit(dispatch.queue, 1, "block")
+    first, second = make_call(1), make_call(1)
+    for call in (first, second):
+        dispatch.queue_limit.enter(call)
+    assert set(dispatch.take_waiting()) == {*first.requests, *second.requests}
+    assert dispatch.waiting == 0
+
+
+@pytest.mark.parametrize("aborted", [1, 2])
+def test_a_call_in_front_of_the_queue_is_aborted(make_pool: MakePool, aborted: int) -> None:
+    """What is left of it enters if it fits now, and so does the call behind it. Nothing leaves the
+    queue meanwhile, because its only request waits for a paused engine."""
+    pool = make_pool("qwen3", 2, max_queued=2)
+    params = {"temperature": 0.0, "max_new_tokens": 4, "ignore_eos": True}
+    paused_engine = pool.engines[1]
+    with callers(3) as executor:
+        paused_engine.pause_generation("in_place")
+        try:
+            pinned = executor.submit(paused_engine.generate, input_ids=[65], sampling_params=params)
+            until(lambda: waiting(pool) == 1)
+            calls = []
+            for prompts in (2, 1):
+                before = waiting(pool)
+                calls.append(
+                    executor.submit(
+                        pool.generate_all, input_ids=[[65, 66]] * prompts, sampling_params=params
+                    )
+                )
+                until(lambda before=before, prompts=prompts: waiting(pool) == before + prompts)
+            large = [r for r in pool.runtime.dispatch.unfinished() if len(r.call.requests) == 2]
+            for request in large[:aborted]:
+                pool.abort_request(request.shown_rid)
+            results = [result for call in calls for result in call.result(SECONDS)]
+            assert not pinned.done()
+        finally:
+            paused_engine.continue_generation()
+        assert len(pinned.result(SECONDS)["output_ids"]) == 4
+    counts = [len(result["output_ids"]) for result in results]
+    assert counts == [*[0] * aborted, *[4] * (3 - aborted)]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from enginepool.engine.jobs import EngineStopped, Jobs
+from enginepool.engine.jobs import EngineBroken, EngineStopped, Jobs
 
 
 @pytest.fixture
@@ -56,3 +56,24 @@ def test_a_cancelled_job_is_gone(jobs: Jobs, seen: bool, caplog: pytest.LogCaptu
     with pytest.raises(CancelledError):
         future.result(0)
     assert caplog.records == []
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_job_that_breaks_the_engine(jobs: Jobs, goes_on: bool) -> None:
+    """Its caller is told when the engine has left its loop, or is back in it."""
+
+    def job() -> None:
+        raise EngineBroken("no memory")
+
+    future = jobs.add(job)
+    with pytest.raises(EngineBroken):
+        jobs.run_due()
+    assert not future.done()
+    if goes_on:
+        assert jobs.due()
+        jobs.run_due()
+    else:
+        jobs.close("it has ended")
+    with pytest.raises(EngineBroken, match="no memory"):
+        future.result(0)
+    assert not jobs.due()

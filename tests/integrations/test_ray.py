@@ -150,6 +150,9 @@ def test_bad_input_starts_nothing(hosts: RayEnginePool) -> None:
         run(hosts, GREEDY, return_routed_experts=True)
     with pytest.raises(InvalidRequest, match="unknown"):
         run(hosts, GREEDY, temperature=0)
+    for options in ({"logprob_start_len": 1}, {"logprob_start_len": 1, "return_logprob": True}):
+        with pytest.raises(InvalidRequest, match="return_prompt_logprob=True"):
+            hosts.stream("1+1=", **options)
     for timeout in ("5", -1, 0, True, math.nan):
         with pytest.raises(InvalidRequest, match=r"timeout=.* expected a finite number of seconds"):
             hosts.stream("1+1=", timeout=timeout)
@@ -404,7 +407,29 @@ def test_a_host_that_comes_back_has_the_adapters(adapted: Any) -> None:
     assert {r["meta_info"]["host_index"] for r in results[1]} == {0, 1}
 
 
+def test_a_host_that_comes_back_has_adapters_that_earlier_calls_need(adapted: Any) -> None:
+    """They were unloaded meanwhile. All hosts forget them when these calls have ended."""
+    hosts, arrays, expected = adapted
+    hosts.load_lora_adapter("x", arrays[0], config_dict=config(4))
+    with callers(1) as executor:
+        with paused(hosts):
+            call = executor.submit(run, hosts, LONG, lora_path="x")
+            until(lambda: hosts.stats()["waiting"] > 0)
+            hosts.unload_lora_adapter("x")
+            os.kill(hosts.stats()["hosts"][0]["pid"], signal.SIGKILL)
+            until(lambda: states(hosts) != ["serving"] * 2)
+            until(lambda: states(hosts) == ["serving"] * 2)
+        results = call.result(SECONDS)
+    same(results, expected[0])
+    assert {result["meta_info"]["host_index"] for result in results} == {0, 1}
+    until(lambda: not any(host["lora_adapters"] for host in hosts.stats()["hosts"]))
+
+
 def test_pause(hosts: RayEnginePool) -> None:
+    """A refused pause pauses no host, also none that starts again."""
+    with pytest.raises(InvalidRequest, match="mode="):
+        hosts.pause_generation("never")
+    assert not hosts.fleet.paused
     hosts.pause_generation()
     with callers(1) as executor:
         call = executor.submit(run, hosts, GREEDY)

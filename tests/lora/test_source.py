@@ -137,6 +137,7 @@ def test_arrays_of_every_kind(
         ({"max_lora_rank": 4}, "without enable_lora"),
         ({"enable_lora": True}, "max_lora_rank and lora_target_modules"),
         ({**LORA, "lora_target_modules": ["lm_head"]}, "lora_target_modules"),
+        ({**LORA, "lora_target_modules": [["q_proj"]]}, "lora_target_modules"),
         ({**LORA, "max_lora_rank": 0}, "max_lora_rank=0"),
         ({**LORA, "lora_paths": ["x"]}, "load_lora_adapter"),
         ({"enable_static_lora": True}, "enable_lora"),

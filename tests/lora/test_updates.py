@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 
 from enginepool import EnginePool, InvalidRequest, StaleWeights, WeightUpdateFailed
+from enginepool.engine.build import Assembly
+from enginepool.lora.adapter import Adapters
 from tests.lora.conftest import World
 from tests.lora.test_exact import GREEDY, PROMPTS, check, load
 from tests.support.adapters import agrees, config, ids_of
-from tests.support.faults import Fault
+from tests.support.faults import Fault, raise_in_reset, raise_in_step
 from tests.support.forced import output_logits
-from tests.support.liveness import at_rest, callers, paused, running, until, waiting
+from tests.support.liveness import SECONDS, at_rest, callers, paused, running, until, waiting
 
 LONG = GREEDY | {"max_new_tokens": 40}
 MODES = ["drain", "retract", "abort", "in_place"]
@@ -225,3 +227,40 @@ def test_arrays_may_be_donated_afterwards(adapted: EnginePool, world: World) -> 
         input_ids=[PROMPTS[0]], sampling_params=GREEDY, lora_path="x", return_logprob=True
     )
     assert agrees(result, world.expected("a", [PROMPTS[0]])[0])
+
+
+def test_the_first_engine_is_rebuilt_meanwhile(
+    adapted: EnginePool, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It fails when the load has just begun. The error says so, and nothing is loaded."""
+    check_room, rebuild = Adapters.check_room, Assembly.rebuild
+    begun, go_on = threading.Event(), threading.Event()
+
+    def late(assembly: Assembly, *, dummy_weights: bool) -> None:
+        assembly.take_apart()
+        begun.set()
+        assert go_on.wait(SECONDS)
+        rebuild(assembly, dummy_weights=dummy_weights)
+
+    with callers(1) as threads:
+
+        def failing(adapters: Adapters, name: str) -> None:
+            raise_in_reset(adapted, 0)
+            raise_in_step(adapted, 0)
+            engine = adapted.engines[0]
+            calls.append(threads.submit(engine.generate, input_ids=PROMPTS[0]))
+            assert begun.wait(SECONDS)
+            check_room(adapters, name)
+
+        calls: list[Future[Any]] = []
+        try:
+            with monkeypatch.context() as patch:
+                patch.setattr(Assembly, "rebuild", late)
+                patch.setattr(Adapters, "check_room", failing)
+                with pytest.raises(WeightUpdateFailed, match=r"engine 0 failed .*try again"):
+                    load(adapted, world, "a")
+        finally:
+            go_on.set()
+        assert calls[0].result(SECONDS)["output_ids"]
+    assert adapted.stats()["lora_adapters"] == {}
+    until(lambda: all(e["state"] == "serving" for e in adapted.stats()["engines"]))

@@ -19,8 +19,11 @@ import pytest
 
 from enginepool import EnginePool, PoolClosed
 from enginepool.engine.build import Assembly
+from tests.lora.conftest import LORA
 from tests.process.test_faults import SCRIPT
 from tests.support import faults
+from tests.support.adapters import config, random_adapter
+from tests.support.layouts import leaves
 from tests.support.liveness import (
     SECONDS,
     all_hang,
@@ -275,6 +278,34 @@ def test_in_the_commit_of_a_swap(make: Callable[..., EnginePool]) -> None:
         until(lambda: threads(pool) == [f"{pool.name}-engine-1"])
         hang.set()
         until(lambda: not threads(pool))
+
+
+class Meanwhile(dict[str, Any]):
+    """Arrays. When they are first looked at, something happens."""
+
+    then: Callable[[], None]
+
+    def items(self) -> Any:
+        self.then()
+        return super().items()
+
+
+@pytest.mark.parametrize("of", ["weights", "adapter"])
+def test_while_a_source_is_read(
+    make: Callable[..., EnginePool], model_dir: Callable[[str], Path], of: str
+) -> None:
+    """The engine that would say what fits is gone then."""
+    pool = make(**LORA)
+    if of == "weights":
+        source = Meanwhile(leaves(model_dir("qwen3")))
+        update: Callable[[], Any] = lambda: pool.update_weights(source)  # noqa: E731
+    else:
+        source = Meanwhile(random_adapter(model_dir("qwen3"), 0))
+        update = lambda: pool.load_lora_adapter("x", source, config_dict=config(4))  # noqa: E731
+    source.then = lambda: closed_in_time(pool, SECONDS)
+    with pytest.raises(PoolClosed):
+        update()
+    assert pool.closed
 
 
 @pytest.mark.slow

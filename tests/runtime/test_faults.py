@@ -267,6 +267,18 @@ def test_poisoned(spare: Spare, expected: dict[str, Any]) -> None:
     same(results[1:], expected["greedy"])
 
 
+def test_a_front_end_of_a_pool_whose_first_engine_is_out(spare: Spare) -> None:
+    """It has what other code reads, and serves."""
+    pool = spare.pool(2)
+    if 0 in serving(pool):
+        break_at(pool, 0, 1)
+        pool.engines[0].generate(input_ids=[65], sampling_params=GREEDY)
+    until(lambda: "scheduler" not in pool.engines[0].scheduler_info)
+    front = pool.front_end()
+    assert front.model_config.context_len == SMALL["context_length"]
+    assert front.tokenizer.decode(front.tokenizer.encode("1")) == "1"
+
+
 def test_all_engines_fail(spare: Spare) -> None:
     """The call raises PoolFailed with every engine's reason and all results in their places. So
     does every later call. Queued calls do not hang, and the pool closes."""

@@ -10,7 +10,13 @@ from typing import Any
 import jax
 import pytest
 
-from enginepool import EnginePool, EnginePoolError, InvalidWeights, NoWeights
+from enginepool import (
+    EnginePool,
+    EnginePoolError,
+    InvalidWeights,
+    NoWeights,
+    WeightUpdateFailed,
+)
 from enginepool.engine.build import Assembly
 from enginepool.engine.kv_cache import KVCache
 from enginepool.engine.recovery import Recovery
@@ -381,3 +387,23 @@ def test_a_pause_that_aborts_waits_for_requests_of_a_failed_engine(
             go_on.set()
             pool.continue_generation()
     until(lambda: states(pool) == ["serving"] * 3)
+
+
+def test_no_engine_can_be_asked_while_the_only_one_is_reset(alone: EnginePool) -> None:
+    """The error says that it comes back, and it does."""
+    hanging = faults.hang_in_reset(alone, 0)
+    faults.raise_in_step(alone, 0)
+    with callers(1) as executor:
+        try:
+            call = executor.submit(alone.generate, input_ids=PROMPTS[0], sampling_params=GREEDY)
+            until(lambda: states(alone) == ["resetting"])
+            for change in (
+                alone.release_weights,
+                alone.release_memory_occupation,
+                lambda: alone.pause_generation("drain"),
+            ):
+                with pytest.raises(WeightUpdateFailed, match=r"engine 0: Fault.* try again"):
+                    change()
+        finally:
+            hanging.set()
+        assert len(call.result(SECONDS)["output_ids"]) == GREEDY["max_new_tokens"]

@@ -24,6 +24,7 @@ from enginepool.weights.leaves import EngineLeaves
 from tests.support.faults import (
     Fault,
     every_step,
+    fail_once,
     hang_in_reset,
     raise_in_commit,
     raise_in_step,
@@ -415,6 +416,34 @@ def test_the_first_engine_of_a_rolling_update_stays_out(
         assert [len(result["output_ids"]) for result in call.result(SECONDS)] == [60] * 8
         assert states(pool) == ["quarantined", "serving"]
         assert versions(pool) == {0}
+
+
+def test_the_first_engine_of_a_rolling_update_fails_with_its_new_weights(
+    llama: EnginePool, target: Callable[[str], Path]
+) -> None:
+    """Its KV cache cannot be allocated again. The other engine gets the new weights, too, and so
+    both serve the same version when the first one is back."""
+    fail_once(scheduler_of(llama, 0).kv_cache, "rebuild")
+    report = llama.update_weights(target("llama"), strategy="rolling", free_kv=True)
+    assert report.failed.keys() == {0}
+    assert "KV cache" in report.failed[0]
+    assert [one.engine_index for one in report.engines] == [1]
+    until(lambda: states(llama) == ["serving"] * 2)
+    serves(llama, target("llama"))
+    assert versions(llama) == {report.weight_version}
+
+
+def test_the_only_engine_of_a_rolling_update_fails_with_its_new_weights(
+    make_pool: MakePool, model_dir: Callable[[str], Path], target: Callable[[str], Path]
+) -> None:
+    """No other engine can have them, so the update raises. The engine comes back with them."""
+    pool = make_pool("qwen3", 1)
+    fail_once(scheduler_of(pool, 0).kv_cache, "rebuild")
+    with pytest.raises(WeightUpdateFailed, match="KV cache"):
+        pool.update_weights(target("qwen3"), strategy="rolling", free_kv=True)
+    until(lambda: states(pool) == ["serving"])
+    serves(pool, target("qwen3"))
+    pool.update_weights(model_dir("qwen3"), weight_version=0)
 
 
 def test_one_engine_comes_back_while_the_other_is_out(

@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from enginepool import EnginePool, InvalidRequest, NoWeights
+from enginepool.runtime import weight_inspection
 from tests.support.faults import hang_in_commit, hang_in_step, scheduler_of
 from tests.support.forced import output_logits
 from tests.support.layouts import leaves, placed
@@ -279,6 +280,7 @@ def test_drain_of_a_paused_pool_whose_outputs_were_aborted(
         with paused(micro):
             micro.abort_request(abort_all=True)
             assert call.result(SECONDS)["meta_info"]["finish_reason"]["type"] == "abort"
+            assert micro.stats()["running"] == running(micro) == 0
             micro.update_weights(versions[1], weight_version=1)
     assert micro.stats()["weight_version"] == 1
     until(lambda: at_rest(micro))
@@ -378,6 +380,32 @@ def test_a_checksum_waits_for_a_swap(micro: EnginePool, versions: list[Path]) ->
         report = swap.result(SECONDS)
         assert sums[0].result(SECONDS) == report.staged == micro.checksum() != old[0]
         assert sums[1].result(SECONDS) == micro.quick_checksum() != old[1]
+
+
+def test_a_leaf_is_dropped_while_a_checksum_is_computed(
+    micro: EnginePool, versions: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checksum is that of the weights with which it began."""
+    old = micro.checksum()
+    begun, dropped = threading.Event(), hang_in_commit(micro, 0, at=2)  # after the first drop
+    fingerprints = weight_inspection.fingerprints
+
+    def late(sets: Any) -> list[str]:
+        begun.set()
+        assert dropped.begun.wait(SECONDS)
+        return fingerprints(sets)
+
+    with callers(2) as executor:
+        try:
+            with monkeypatch.context() as patch:
+                patch.setattr(weight_inspection, "fingerprints", late)
+                checksum = executor.submit(micro.checksum)
+                assert begun.wait(SECONDS)
+                swap = executor.submit(micro.update_weights, versions[1], staging="stream")
+                assert checksum.result(SECONDS) == old
+        finally:
+            dropped.set()
+        assert swap.result(SECONDS).staged == micro.checksum() != old
 
 
 def test_requests_wait_for_their_engines_turn(micro: EnginePool, versions: list[Path]) -> None:

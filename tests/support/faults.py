@@ -192,9 +192,9 @@ def hang_in_reset(pool: EnginePool, engine_index: int) -> Hang:
     return _hang([(scheduler_of(pool, engine_index).kv_cache, "renew")])
 
 
-def hang_in_commit(pool: EnginePool, engine_index: int) -> Hang:
+def hang_in_commit(pool: EnginePool, engine_index: int, at: int = 1) -> Hang:
     """The next time that new weights are put in place takes until the event is set."""
-    return _hang([(scheduler_of(pool, engine_index).leaves, "replace")])
+    return _hang([(scheduler_of(pool, engine_index).leaves, "replace")], at)
 
 
 def _hang(places: list[tuple[Any, str]], at: int = 1) -> Hang:
@@ -225,6 +225,15 @@ def raise_in_commit(pool: EnginePool, engine_index: int, times: int = 1) -> None
         raise Fault(f"device {engine_index} does not take weights")
 
     once([(scheduler_of(pool, engine_index).leaves, "replace")], 1, wrong, times)
+
+
+def fail_once(owner: Any, method: str) -> None:
+    """The next call of this method raises."""
+
+    def wrong(*_: Any, **__: Any) -> Any:
+        raise Fault(f"{method} fails")
+
+    once([(owner, method)], 1, wrong)
 
 
 def raise_in_decode(pool: EnginePool) -> None:

@@ -1,0 +1,118 @@
+"""The driver of a pool on many hosts, without a host: closing, and slow readers."""
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+
+ray = pytest.importorskip("ray")
+
+from enginepool import PoolClosed  # noqa: E402
+from enginepool.ray import RayEnginePool  # noqa: E402
+from enginepool.ray.call import RayCall  # noqa: E402
+from enginepool.ray.fleet import Fleet  # noqa: E402
+from tests.support.liveness import SECONDS, callers  # noqa: E402
+
+CLOSED = PoolClosed("the pool was closed")
+
+
+def make_call() -> RayCall:
+    call = RayCall(every=False)
+    call.fill([([1, 2], 1)], None, {}, None)
+    return call
+
+
+def test_a_closed_fleet_takes_no_work() -> None:
+    """Neither before its loop has ended nor afterwards."""
+    fleet = Fleet([], None)
+    fleet.close(CLOSED)
+    for ended in (False, True):
+        if ended:
+            fleet.end_loop()
+        with pytest.raises(PoolClosed):
+            fleet.run(asyncio.sleep(0))
+        with pytest.raises(PoolClosed):
+            fleet.post(fleet.router.submit, make_call())
+
+
+def test_work_that_comes_while_a_fleet_closes() -> None:
+    """It is refused, or it ends."""
+
+    def run(fleet: Fleet, barrier: threading.Barrier) -> None:
+        barrier.wait(SECONDS)
+        with pytest.raises(PoolClosed):
+            fleet.run(asyncio.sleep(10 * SECONDS))
+
+    def submit(fleet: Fleet, barrier: threading.Barrier) -> None:
+        call = make_call()
+        barrier.wait(SECONDS)
+        try:
+            fleet.post(fleet.router.submit, call)
+        except PoolClosed:
+            return
+        assert call.done.wait(SECONDS)
+        with pytest.raises(PoolClosed):
+            call.results()
+
+    with callers(2) as executor:
+        for _ in range(100):
+            fleet, barrier = Fleet([], None), threading.Barrier(3)
+            work = [executor.submit(each, fleet, barrier) for each in (run, submit)]
+            barrier.wait(SECONDS)
+            fleet.close(CLOSED)
+            fleet.end_loop()
+            for each in work:
+                each.result(SECONDS)
+
+
+class WithoutHosts(RayEnginePool):
+    def _make_actors(self) -> list[Any]:
+        return []
+
+
+class ClosesPool:
+    """The pool's lock. Another thread closes the pool as soon as the lock is free."""
+
+    def __init__(self, pool: RayEnginePool) -> None:
+        self._pool: RayEnginePool | None = pool
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            closing = threading.Thread(target=pool.close)
+            closing.start()
+            closing.join(SECONDS)
+
+
+def test_a_pool_is_closed_when_its_first_call_has_opened_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ray, "is_initialized", iter([True, False]).__next__)
+    pool = WithoutHosts(hosts=1)
+    monkeypatch.setattr(pool, "_lock", ClosesPool(pool))
+    with pytest.raises(PoolClosed):
+        pool.generate_all("1+1=")
+    assert pool.closed
+
+
+def test_a_slow_reader_of_a_stream_gets_the_end_once() -> None:
+    """Reports that it has not read yet count once, with the newest result."""
+    call = RayCall(every=True)
+    call.fill([([1, 2], 1)], None, {}, None)
+    (output,) = call.outputs
+    for tokens in (1, 2):
+        output.gain({"output_ids": [7] * tokens})
+        call.show(output)
+    news = WithoutHosts(hosts=1)._news(call, None)
+    assert next(news) == (output, {"output_ids": [7, 7]})
+    output.gain({"output_ids": [7] * 3})
+    call.show(output)
+    end = {"output_ids": [7] * 4}
+    call.finish(output, end)
+    assert list(news) == [(output, end)]
