@@ -1,16 +1,11 @@
 """`enginepool serve` beside upstream's own server: requests a second and latencies.
 
-    python -m benchmarks.serving --devices 1 4 --requests 128 --concurrency 16 --rounds 3
+    python -m benchmarks.serving --step-ms 20 --running 16 --concurrency 64 --requests 256
 
 Each server runs alone, with the same options, on this machine. Upstream's has one device, and
 overlap scheduling on, as its users run it. The client is upstream's `bench_serving`. It sends the
-same prompts to /v1/completions and reads streams.
-
-    python -m benchmarks.serving --step-ms 20 --running 16 --concurrency 64 --requests 256
-
-With `--step-ms` both servers have simulated accelerators (`simulated.py`): a step takes so long and
-leaves the cores alone, as on a TPU. The model must be a Qwen3, as the toy is. Without it both
-compute on the cores, and the figures say little of either.
+same prompts to /v1/completions and reads streams. Both servers have simulated accelerators
+(`simulated.py`): a step takes so long and leaves the cores alone, as on a TPU.
 """
 
 from __future__ import annotations
@@ -34,6 +29,7 @@ from benchmarks.command import CORES, arguments, medians, plain, write_json
 from enginepool import toy
 from enginepool.config import CPU_DEFAULTS
 
+_MODEL, _NEW_TOKENS = str(toy.checkpoint()), "16"
 _START_SECONDS = 300.0
 _UPSTREAM = ("--device", "cpu", "--grammar-backend", "none")  # as a pool's engines have
 _FIGURES = {
@@ -48,24 +44,20 @@ _FIGURES = {
 
 def main() -> None:
     parser = arguments("serving", __doc__)
-    parser.add_argument("--model", default=str(toy.checkpoint()))
     parser.add_argument("--devices", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--requests", type=int, default=128)
     parser.add_argument("--concurrency", type=int, default=16)
-    parser.add_argument("--new-tokens", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--running", type=int, help="requests of an engine at a time")
     parser.add_argument(
-        "--step-ms", type=float, help="simulate accelerators, with steps of so many ms"
+        "--step-ms", type=float, default=20, help="of the accelerators; default: 20"
     )
     options = parser.parse_args()
 
-    programs = [["sgl_jax.launch_server"], ["enginepool.cli", "serve"]]
-    if options.step_ms is not None:
-        os.environ["SIMULATED_STEP_MS"] = str(options.step_ms)
-        programs = [["benchmarks.simulated_server", *program] for program in programs]
-    upstream, pool = ([sys.executable, "-m", *program] for program in programs)
-    same = [*flags(), "--model-path", options.model]
+    os.environ["SIMULATED_STEP_MS"] = str(options.step_ms)
+    simulated = [sys.executable, "-m", "benchmarks.simulated_server"]
+    upstream, pool = [*simulated, "sgl_jax.launch_server"], [*simulated, "enginepool.cli", "serve"]
+    same = [*flags(), "--model-path", _MODEL]
     if options.running is not None:
         same += ["--max-running-requests", str(options.running)]
     servers = {"upstream's server, 1 device": [*upstream, *_UPSTREAM, *same]}
@@ -83,8 +75,8 @@ def main() -> None:
             rows[name] = medians(
                 [{figure: one[key] for figure, key in _FIGURES.items()} for one in rounds]
             )
-    steps = f"steps of {options.step_ms:g} ms, " if options.step_ms is not None else ""
-    print(f"{options.requests} requests, {options.concurrency} at a time, {steps}{CORES} cores")
+    steps = f"steps of {options.step_ms:g} ms"
+    print(f"{options.requests} requests, {options.concurrency} at a time, {steps}, {CORES} cores")
     plain(
         ("", *_FIGURES),
         ([name, *(f"{value:.1f}" for value in row.values())] for name, row in rows.items()),
@@ -152,9 +144,9 @@ def _measure(url: str, prompts: Path, options: argparse.Namespace) -> dict[str, 
         out = Path(directory, "result.jsonl")
         command = [
             *(sys.executable, "-m", "sgl_jax.bench_serving", "--backend", "sglang-oai"),
-            *("--base-url", url, "--model", options.model, "--tokenizer", options.model),
+            *("--base-url", url, "--model", _MODEL, "--tokenizer", _MODEL),
             *("--dataset-name", "custom", "--dataset-path", str(prompts)),
-            *("--sharegpt-output-len", str(options.new_tokens)),
+            *("--sharegpt-output-len", _NEW_TOKENS),
             *("--num-prompts", str(options.requests)),
             *("--max-concurrency", str(options.concurrency)),
             *("--output-file", str(out), "--disable-tqdm"),

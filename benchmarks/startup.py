@@ -36,7 +36,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--model", default=str(toy.checkpoint()), help="directory or hub id; default: the toy")
     add("--layers", type=int, help="a tiny Qwen3 of so many layers, in place of --model")
     add("--batch", type=int, help="max_running_requests; default: the pool's")
-    add("--warmup", default="sequential", choices=["sequential", "parallel", "none"])
     add("--one", type=int, metavar="N", help=argparse.SUPPRESS)  # in the pool's own process
     add("--upstream", action="store_true", help=argparse.SUPPRESS)  # or in upstream's
     return parser.parse_args(argv)
@@ -72,10 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _one(args: argparse.Namespace) -> None:
     options = {} if args.batch is None else {"max_running_requests": args.batch}
     if args.upstream:
-        compiles = {"disable_precompile": args.warmup == "none"}
-        _, found = upstreams_first_token(args.model, options, **compiles)
+        _, found = upstreams_first_token(args.model, options)
     else:
-        _, found = first_token(args.model, args.one, warmup=args.warmup, **options)
+        _, found = first_token(args.model, args.one, **options)
     print(json.dumps(found), flush=True)
     os._exit(0)  # upstream's threads cannot be stopped
 
@@ -94,7 +92,7 @@ def _started(
     engines: int, args: argparse.Namespace, cache: str | None, *more: str
 ) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "benchmarks.startup", "--one", str(engines), *more]
-    command += ["--warmup", args.warmup, "--model", args.model]
+    command += ["--model", args.model]
     command += [] if args.batch is None else ["--batch", str(args.batch)]
     env = {name: value for name, value in os.environ.items() if "COMPILATION_CACHE" not in name}
     if cache is not None:

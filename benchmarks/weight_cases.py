@@ -119,10 +119,10 @@ def own_layout(directory: Path, device: jax.Device) -> Leaves:
     return convert(tensors(directory), [device], private=True)[0]
 
 
-def measure(pool: EnginePool, case: Case, rounds: int, staging: Any) -> dict[str, Any]:
+def measure(pool: EnginePool, case: Case, rounds: int) -> dict[str, Any]:
     """Ours and the peer in turn, on an idle pool. The first round compiles and does not count."""
     source = case.make()
-    runs = [_round(pool, case, source, staging, number) for number in range(rounds + 1)][1:]
+    runs = [_round(pool, case, source, number) for number in range(rounds + 1)][1:]
 
     def median(key: str) -> float:
         return statistics.median(run[key] for run in runs)
@@ -172,15 +172,13 @@ def _over(leaves: Leaves, devices: Sequence[jax.Device], *, cut: bool = False) -
     return {path: jax.device_put(leaf, sharding(leaf)) for path, leaf in leaves.items()}
 
 
-def _round(pool: EnginePool, case: Case, source: Any, staging: Any, number: int) -> dict[str, Any]:
+def _round(pool: EnginePool, case: Case, source: Any, number: int) -> dict[str, Any]:
     figures: dict[str, Any] = {}
 
     def ours() -> None:
-        figures.update(_phases(pool.update_weights(source, staging=staging)))
+        figures.update(_phases(pool.update_weights(source, staging="double")))
 
     def peer(make: Callable[[Any], Any]) -> None:
-        if staging == "stream":  # there is no room for the peer's sets beside ours
-            pool.release_weights()
         started = time.perf_counter()
         made = make(source)
         figures["peer"] = time.perf_counter() - started

@@ -1,4 +1,4 @@
-"""How long a pool in int8 stages new weights, beside a pool in the model's dtype.
+"""How long a pool in int8 stages new weights, beside a pool in bfloat16.
 
     python -m benchmarks.weight_int8 --size-gb 0.5 --engines 4 --rounds 5
 
@@ -31,18 +31,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--size-gb", type=float, default=0.5, help="10^9 bytes of weights; default: 0.5")
     add("--engines", type=int, default=4)
     add("--rounds", type=int, default=5)
-    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    add("--quantization", default="int8.yaml", metavar="FILE")
     args = parser.parse_args(argv)
     devices, other = devices_and_another(args.engines)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="weight-int8-") as folder, ExitStack() as stack:
-        model = write_model(Path(folder), sized_config(args.size_gb * 1e9, args.dtype))
+        model = write_model(Path(folder), sized_config(args.size_gb * 1e9, "bfloat16"))
         pools = [
             stack.enter_context(
-                EnginePool(str(model), devices=devices, dtype=args.dtype, **SERVER_ARGS, **more)
+                EnginePool(str(model), devices=devices, dtype="bfloat16", **SERVER_ARGS, **more)
             )
-            for more in ({}, {"quantization_config_path": args.quantization})
+            for more in ({}, {"quantization_config_path": "int8.yaml"})
         ]
         for case in cases(model, devices, other):
             source = case.make()
@@ -52,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             runs = [[job() for job in jobs] for _ in range(args.rounds)]
             plain, quantized = map(statistics.median, zip(*runs, strict=True))
             rows.append({"source": case.name, "plain_s": plain, "quantized_s": quantized})
-            said = f"{case.name}: {args.dtype} {plain:.3f} s, {args.quantization} {quantized:.3f} s"
+            said = f"{case.name}: bfloat16 {plain:.3f} s, int8 {quantized:.3f} s"
             print(f"{said}, {quantized / plain:.2f} times", flush=True)
     write_json(args, rows=rows)
 

@@ -64,13 +64,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--engines", type=int, default=4, help="each holds two sets of weights; default: 4")
     add("--leaves", type=int, help="instead of a size: the host's time for so many tiny leaves")
     add("--rounds", type=int, default=3, help="of pool and plain JAX in turn; default: 3")
-    add("--dtype", choices=("bfloat16", "float32"), help="default: float32 on CPU, else bfloat16")
-    add(
-        "--staging",
-        default="double",
-        choices=("double", "stream"),
-        help="with stream, pauses are not measured",
-    )
     return parser.parse_args(argv)
 
 
@@ -81,24 +74,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.leaves:
         measure_leaves(args, devices, other)
         return
-    dtype = args.dtype or ("float32" if devices[0].platform == "cpu" else "bfloat16")
+    dtype = "float32" if devices[0].platform == "cpu" else "bfloat16"
     config = sized_config(args.size_gb * 1e9, dtype)
     nbytes = weight_bytes(config)
     print(
         f"{args.engines} engines on {devices[0].platform}, {config['num_hidden_layers']} layers, "
         f"{nbytes / 1e9:.3f} GB of {dtype} each; JAX {jax.__version__}"
     )
-    rows, pauses = [], []
+    rows = []
     with tempfile.TemporaryDirectory(prefix="weight-update-") as folder:
         directory = write_model(Path(folder), config)
         with EnginePool(str(directory), devices=devices, dtype=dtype, **SERVER_ARGS) as pool:
             for case in cases(directory, devices, other):
-                rows.append(measure(pool, case, args.rounds, args.staging))
+                rows.append(measure(pool, case, args.rounds))
                 print(f"measured {case.name}", flush=True)
             if len({row["fingerprint"] for row in rows}) > 1:
                 sys.exit(f"every source has the same weights, but the engines differ: {rows}")
-            if args.staging == "double":
-                pauses = _pauses(pool, own_layout(directory, other), args.rounds)
+            pauses = _pauses(pool, own_layout(directory, other), args.rounds)
     figures = {
         "platform": devices[0].platform,
         "engines": args.engines,
@@ -156,22 +148,21 @@ def _show(figures: dict[str, Any]) -> None:
         "has the\nfingerprints and the wait for a step boundary, too."
     )
     plain(_HEADERS, map(_line, figures["rows"]))
-    if figures["pauses"]:
-        print("\nUpdates of engines that generate, staged beforehand.")
-        plain(
-            ("mode", "engine", "pause ms", "longest ms", "step ms", "pause/step", "wait s"),
+    print("\nUpdates of engines that generate, staged beforehand.")
+    plain(
+        ("mode", "engine", "pause ms", "longest ms", "step ms", "pause/step", "wait s"),
+        (
             (
-                (
-                    row["mode"],
-                    row["engine_index"],
-                    *(f"{1000 * row[key]:.1f}" for key in ("pause", "longest", "step")),
-                    f"{row['steps']:.2f}",
-                    f"{row['wait']:.2f}",
-                )
-                for row in figures["pauses"]
-            ),
-        )
-        print("wait: from staged until all engines stopped; with drain until outputs have ended.")
+                row["mode"],
+                row["engine_index"],
+                *(f"{1000 * row[key]:.1f}" for key in ("pause", "longest", "step")),
+                f"{row['steps']:.2f}",
+                f"{row['wait']:.2f}",
+            )
+            for row in figures["pauses"]
+        ),
+    )
+    print("wait: from staged until all engines stopped; with drain until outputs have ended.")
 
 
 def _line(row: dict[str, Any]) -> list[str]:

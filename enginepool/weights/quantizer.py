@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from enginepool.weights.converters import Converter, convert
@@ -99,7 +100,7 @@ class Quantizer:
         # XLA's maximum ignores NaN on a CPU. The scale of an output with NaN or infinity is NaN.
         scale = jnp.where(jnp.isnan(errors.norm), jnp.nan, scale)
         if (axis == -1) != self.turned:
-            integers = integers.swapaxes(-1, -2)
+            integers = _transposed(integers)
         return integers, scale.reshape(self.scales), error
 
     def _nearest(self, exact: jax.Array) -> jax.Array:
@@ -155,7 +156,7 @@ class Quantizer:
             # The barrier keeps the compiler from leaving out the cast to the matrix's dtype.
             expert = jax.lax.optimization_barrier(jax.lax.switch(index, experts))
             integers, scale, errors = self._unfinished(lambda own: own, (expert,), axis)
-            integers = integers.swapaxes(-1, -2) if swapped else integers
+            integers = _transposed(integers) if swapped else integers
             sums = part_sums_in_stack(expert, index, len(experts), sharding, turned=swapped)
             return integers, scale, errors, sums
 
@@ -197,3 +198,14 @@ class Quantizer:
         if self.turned:
             return (integers * scales[:, None]).T
         return integers * scales.reshape(scales.shape[0], 1, -1)
+
+
+def _transposed(integers: jax.Array) -> jax.Array:
+    """Integers with their last two axes exchanged.
+
+    Both sides are stored in the order of their axes. Otherwise XLA for CPU rounds, or copies, in
+    the order of the other side, which takes several times as long.
+    """
+    order = Layout(tuple(range(integers.ndim)))
+    stored = with_layout_constraint(integers, order)
+    return with_layout_constraint(stored.swapaxes(-1, -2), order)
