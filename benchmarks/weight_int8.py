@@ -33,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--rounds", type=int, default=5)
     args = parser.parse_args(argv)
     devices, other = devices_and_another(args.engines)
+    int8: dict[str, Any] = {"quantization_config_path": "int8.yaml"}
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="weight-int8-") as folder, ExitStack() as stack:
         model = write_model(Path(folder), sized_config(args.size_gb * 1e9, "bfloat16"))
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             stack.enter_context(
                 EnginePool(str(model), devices=devices, dtype="bfloat16", **SERVER_ARGS, **more)
             )
-            for more in ({}, {"quantization_config_path": "int8.yaml"})
+            for more in ({}, int8)
         ]
         for case in cases(model, devices, other):
             source = case.make()
