@@ -23,7 +23,8 @@ def group_advantages(
 
     Args:
         rewards: [N].
-        prompt_index: [N], equal within a group. Groups may have any order and any size.
+        prompt_index: [N], equal within a group: indices, or names such as verl's uid. Groups may
+            have any order and any size.
         valid: [N] bool, such as `~batch.aborted`. An invalid sample gets 0 and counts for no mean
             and no deviation.
         divide_by_std: False: only subtract the mean, as Dr. GRPO does.
@@ -45,10 +46,11 @@ def group_advantages(
         )
     bad = np.flatnonzero(counts & ~np.isfinite(values))
     if bad.size:
+        is_index = np.issubdtype(groups.dtype, np.integer)
         raise InvalidRequest(
             f"sample {bad[0]} has reward {values[bad[0]]}: expected a finite number; valid=False "
             "leaves a sample out",
-            prompt_index=int(groups[bad[0]]),
+            prompt_index=int(groups[bad[0]]) if is_index else None,
         )
     _, group = np.unique(groups, return_inverse=True)
     # The least reward is subtracted first, so equal rewards give exactly 0. Without that their mean

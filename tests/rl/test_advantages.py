@@ -40,6 +40,13 @@ def test_as_a_loop_over_groups_has_it(samples: list[Any], divides: bool) -> None
     assert got == pytest.approx(np.array(expected), rel=1e-5, abs=1e-6)
 
 
+def test_groups_may_have_names() -> None:
+    """As verl's uid."""
+    named = rl.group_advantages([1.0, 0.0, 3.0, 4.0], ["a", "b", "a", "b"])
+    assert named.tolist() == rl.group_advantages([1.0, 0.0, 3.0, 4.0], [0, 1, 0, 1]).tolist()
+    assert named.any()
+
+
 @settings(deadline=None)
 @given(reward=st.floats(-1e12, 1e12), size=st.integers(1, 9))
 def test_a_group_of_equal_rewards_gets_exactly_zero(reward: float, size: int) -> None:
@@ -60,6 +67,7 @@ def test_what_is_left_out_may_be_anything() -> None:
     ("rewards", "groups", "said"),
     [
         ([1.0, float("inf")], [3, 4], "prompt 4: sample 1 has reward inf"),
+        ([1.0, float("inf")], ["a", "b"], "^sample 1 has reward inf"),
         ([1.0, 2.0], [0], r"rewards \(2,\), prompt_index \(1,\)"),
         ([[1.0], [2.0]], [[0], [0]], "expected one dimension"),
     ],
