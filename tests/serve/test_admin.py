@@ -174,7 +174,7 @@ def test_large_bodies(sums: EnginePool, announced: bool) -> None:
         ({"api_key": ""}, "empty"),
         ({"enable_admin": True, "model_root": Path("/nowhere")}, "no such directory"),
         ({"port": 70000}, "65535"),
-        ({"port": 31000, "engine_ports": (31000,)}, "one port"),
+        ({"port": 31000, "engine_ports": (31000,)}, "a port of their own"),
         ({"request_timeout": 0}, "request_timeout=0"),
         ({"max_n": 0}, "max_n=0"),
         ({"header_timeout": 0}, "header_timeout=0"),
