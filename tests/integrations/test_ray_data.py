@@ -69,6 +69,7 @@ def jsonl(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
 
+@pytest.mark.slow  # two minutes: a job of Ray starts twice
 def test_it_goes_on_where_it_was_killed(
     address: str, expected: dict[int, list[int]], tmp_path: Path
 ) -> None:
