@@ -43,7 +43,8 @@ def test_of_two_versions(
     llama: EnginePool, make_pool: MakePool, target: Callable[[str], Path]
 ) -> None:
     """Each version's tokens are replayed on a pool that has that version."""
-    params = {"temperature": 1.0, "top_p": 0.9, "max_new_tokens": 150, "ignore_eos": True}
+    params: dict[str, Any] = {"temperature": 1.0, "top_p": 0.9, "sampling_seed": 7}
+    params |= {"max_new_tokens": 150, "ignore_eos": True}
     channel = llama.runtime.workers[0].channel
     let_go = faults.hang_in_step(llama, 0, at=10)
     with callers(2) as executor:

@@ -168,9 +168,10 @@ def test_over_a_swap(one: EnginePool, models: list[Path], own_weights: None, mod
 def test_outputs_that_are_retracted(
     one: EnginePool, models: list[Path], retracted: list[int]
 ) -> None:
-    """For lack of KV cache. They resume later."""
+    """For lack of KV cache. They resume later. With this seed, no token has two experts whose
+    probabilities differ by less than 5e-5."""
     prompts = [[100 + n, 9] for n in range(6)]
-    params = {"temperature": 1.0, "max_new_tokens": 300, "min_new_tokens": 300}
+    params = {"temperature": 1.0, "sampling_seed": 7, "max_new_tokens": 300, "min_new_tokens": 300}
     results = ask(one, prompts, params)
     assert sum(retracted) > 0
     for prompt, result in zip(prompts, results, strict=True):
