@@ -264,9 +264,9 @@ def test_busy_is_healthy(
     administered: Running, sums: EnginePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A full engine has no room for the probe's token, and takes steps."""
-    monkeypatch.setattr(probe, "SECONDS", 0.2)
+    monkeypatch.setattr(probe, "SECONDS", 2.0)
     with administered.http() as client, callers() as threads:
-        full = threads.submit(sums.generate_all, [SUM] * 24, LONG)
+        full = threads.submit(sums.generate_all, [SUM] * 200, LONG)
         until(
             lambda: all(load["num_running_reqs"] >= 3 for load in get(client, "/v1/loads")["loads"])
         )
