@@ -80,6 +80,8 @@ _TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "dow
 _LORA = ("max_lora_rank", "lora_target_modules")
 # Upstream lists fp8 as well, and fails while it makes an engine.
 _KV_DTYPES = ("auto", "bf16")
+_COUNTS = ("model_layer_nums",)
+_LISTS_OF_COUNTS = ("precompile_token_paddings", "precompile_bs_paddings")
 
 
 def check_lora(args: Mapping[str, Any]) -> None:
@@ -153,6 +155,7 @@ def check_server_args(server_args: Mapping[str, Any], own: Sequence[str]) -> Non
                 f"{name}={shown(value)}: upstream has no such KV cache; expected one of "
                 f"{', '.join(_KV_DTYPES)}"
             )
+        _check_counts(name, value)
         if name == "disable_overlap_schedule":
             if value is not True:
                 raise InvalidConfig(
@@ -161,3 +164,18 @@ def check_server_args(server_args: Mapping[str, Any], own: Sequence[str]) -> Non
                 )
         elif reason is not None and (name in ("model_path", "device") or value != fields[name]):
             raise InvalidConfig(f"{name}={shown(value)}: {reason}")
+
+
+def _check_counts(name: str, value: Any) -> None:
+    if value is None:
+        return
+    if name in _COUNTS and not _is_count(value):
+        raise InvalidConfig(f"{name}={shown(value)}: expected a count, 1 or more")
+    if name in _LISTS_OF_COUNTS and not (
+        isinstance(value, list | tuple) and all(map(_is_count, value))
+    ):
+        raise InvalidConfig(f"{name}={shown(value)}: expected a list of counts, 1 or more")
+
+
+def _is_count(value: Any) -> bool:
+    return is_int(value) and value > 0

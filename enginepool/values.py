@@ -97,11 +97,11 @@ def json_object(name: str, text: str | None) -> dict[str, Any]:
     """Parse the JSON object of an option of this name. None gives an empty object.
 
     Raises:
-        InvalidConfig: The text is no JSON, or no object.
+        InvalidConfig: It is no text, no JSON, or no object.
     """
     try:
         found = json.loads(text or "{}")
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise InvalidConfig(f"{name}={shown(text)}: {error}") from error
     if not isinstance(found, dict):
         raise InvalidConfig(f"{name}={shown(text)}: expected an object")

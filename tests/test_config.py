@@ -61,6 +61,10 @@ OWN = ("warmup", "tp_size", "max_decode_steps", "devices")
         ({"multimodal": True}, "not supported in a pool"),
         ({"allow_auto_truncate": True}, "a pool never cuts a prompt"),
         ({"enable_mixed_chunk": True}, "mixes prefill and decode"),
+        ({"model_layer_nums": "2"}, "model_layer_nums='2': expected a count"),
+        ({"model_layer_nums": 0}, "model_layer_nums=0: expected a count"),
+        ({"precompile_bs_paddings": 4}, "precompile_bs_paddings=4: expected a list of counts"),
+        ({"precompile_token_paddings": ["64"]}, "expected a list of counts"),
     ],
 )
 def test_option(options: dict[str, Any], words: str) -> None:

@@ -14,6 +14,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,7 @@ def device_holders(proc: Path = Path("/proc")) -> tuple[list[dict[str, Any]], in
     found, hidden = [], 0
     for folder in proc.glob("[0-9]*"):
         try:
-            links = [os.readlink(entry.path) for entry in os.scandir(folder / "fd")]
+            links = _open_files(folder)
             said = (folder / "cmdline").read_bytes().replace(b"\0", b" ")
         except PermissionError:
             hidden += 1
@@ -133,6 +134,14 @@ def device_holders(proc: Path = Path("/proc")) -> tuple[list[dict[str, Any]], in
             command = said.decode(errors="replace").strip()
             found.append({"pid": int(folder.name), "command": command, "files": files})
     return sorted(found, key=lambda holder: holder["pid"]), hidden
+
+
+def _open_files(process: Path) -> list[str]:
+    links = []
+    for entry in os.scandir(process / "fd"):
+        with suppress(FileNotFoundError):  # it was closed meanwhile, and others stay open
+            links.append(os.readlink(entry.path))
+    return links
 
 
 def _is_tpu(link: str) -> bool:

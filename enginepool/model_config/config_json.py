@@ -90,7 +90,11 @@ def fields(config: Mapping[str, Any], override_args: str | None = None) -> dict[
     own = json_object("json_model_override_args", override_args)
     _check_one_rope(config, "config.json")
     _check_one_rope(own, "json_model_override_args")
-    return as_read({**as_read(config), **own})
+    base = as_read(config)
+    for new, old in _RENAMED.items():
+        if new in own:  # else the file's value would count, under the old name
+            base.pop(old, None)
+    return as_read({**base, **own})
 
 
 def overrides(config: Mapping[str, Any], given: str | None = None) -> str:

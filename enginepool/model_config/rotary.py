@@ -18,11 +18,15 @@ import numpy as np
 
 from enginepool.errors import InvalidConfig
 from enginepool.model_config.config_json import as_read
-from enginepool.values import shown
+from enginepool.values import is_number, shown
 
 # The kinds that upstream computes with our patches.
 COMPUTED = ("default", "llama3", "yarn")
 _BEFORE = "original_max_position_embeddings"
+_NUMBERS = (
+    *("rope_theta", "factor", _BEFORE, "low_freq_factor", "high_freq_factor", "beta_fast"),
+    *("beta_slow", "attention_factor", "mscale", "mscale_all_dim", "partial_rotary_factor"),
+)
 
 
 class Rotation(NamedTuple):
@@ -41,7 +45,8 @@ def rotation(config: Mapping[str, Any], layer: int = 0) -> Rotation:
     """The rotation that a config.json of transformers 4 or 5 gives a layer.
 
     Raises:
-        InvalidConfig: The engines do not compute this kind of scaling, or it lacks a parameter.
+        InvalidConfig: The engines do not compute this kind of scaling. It lacks a parameter, or a
+            parameter is no number.
     """
     config = as_read(config)
     field, rope = _parameters(config, layer)
@@ -52,6 +57,7 @@ def rotation(config: Mapping[str, Any], layer: int = 0) -> Rotation:
             f"expected one of {', '.join(COMPUTED)}"
         )
     theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
+    _check_numbers(field, {**rope, "rope_theta": theta})
     dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     dim = int(dim * (rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1))
     plain = theta ** (-np.arange(0, dim, 2) / dim)
@@ -71,6 +77,16 @@ def rotation(config: Mapping[str, Any], layer: int = 0) -> Rotation:
         return Rotation(scaled, _temperature(rope, rope["factor"]))
     except KeyError as error:
         raise InvalidConfig(f"config.json: {field} of rope_type={kind!r} lacks {error}") from error
+
+
+def _check_numbers(field: str, rope: Mapping[str, Any]) -> None:
+    for name in _NUMBERS:
+        value = rope.get(name)
+        if value is not None and not (is_number(value) and (value > 0 or name != "factor")):
+            where = "" if name == "rope_theta" else f" of {field}"
+            raise InvalidConfig(
+                f"config.json: {name}={shown(value)}{where}: expected a number above 0"
+            )
 
 
 def _parameters(config: Mapping[str, Any], layer: int) -> tuple[str, Mapping[str, Any]]:

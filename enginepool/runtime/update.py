@@ -105,6 +105,7 @@ class Update:
             source = read_source(
                 self.source,
                 scheduler.leaves.source_specs,
+                scheduler.model_config.hf_config.num_hidden_layers,
                 download_dir=args.download_dir,
                 revision=args.revision,
             )

@@ -16,7 +16,7 @@ from enginepool.model_config.config_json import load
 from enginepool.sizing.quantized import itemsizes
 from enginepool.values import is_int, shown
 
-_ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_ITEMSIZES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2}
 _LANES = 128  # upstream pads a head's KV to whole vector registers
 _GATED_MLP = 3  # matrices: gate, up, down
 
@@ -210,13 +210,8 @@ def read_shape(model: str, server_args: Mapping[str, Any] | None = None) -> Shap
     """
     args = server_args or {}
     config = load(
-        model,
-        args.get("revision"),
-        args.get("download_dir"),
-        args.get("json_model_override_args"),
+        model, args.get("revision"), args.get("download_dir"), args.get("json_model_override_args")
     )
-    if args.get("model_layer_nums"):
-        config.num_hidden_layers = min(args["model_layer_nums"], config.num_hidden_layers)
     for where, value in (
         ("quantization", args.get("quantization")),
         ("quantization_config", getattr(config, "quantization_config", None)),
@@ -225,14 +220,16 @@ def read_shape(model: str, server_args: Mapping[str, Any] | None = None) -> Shap
             raise InvalidConfig(
                 f"{model}: {where}={shown(value)}: sizes of a quantized checkpoint are unknown"
             )
-    shape = shape_of(config, args.get("dtype") or "auto", model)
-    if (path := args.get("quantization_config_path")) is None:
-        return shape
-    linear, experts = itemsizes(path, shape.layers)
-    return replace(shape, linear_itemsize=linear, expert_itemsize=experts)
+    shape = shape_of(config, args.get("dtype") or "auto", model, args.get("model_layer_nums"))
+    if path := args.get("quantization_config_path"):
+        linear, experts = itemsizes(path, shape.layers)
+        return replace(shape, linear_itemsize=linear, expert_itemsize=experts)
+    return shape
 
 
-def shape_of(config: Any, dtype: str = "auto", name: str = "the model") -> Shape:
+def shape_of(
+    config: Any, dtype: str = "auto", name: str = "the model", most_layers: int | None = None
+) -> Shape:
     """The shape of a model from its `transformers` configuration."""
     family = getattr(config, "model_type", None)
     if family not in FAMILIES:
@@ -245,7 +242,8 @@ def shape_of(config: Any, dtype: str = "auto", name: str = "the model") -> Shape
     if dtype not in _ITEMSIZES:
         raise InvalidConfig(f"{name}: dtype={dtype!r}: expected one of {', '.join(_ITEMSIZES)}")
     _check_counts(config, name)
-    layers, experts = config.num_hidden_layers, getattr(config, "num_experts", 0) or 0
+    layers = min(config.num_hidden_layers, most_layers or config.num_hidden_layers)
+    experts = getattr(config, "num_experts", 0) or 0
     per_token = config.num_experts_per_tok if experts else 0
     expert_width = config.moe_intermediate_size if experts else 0
     dense = sum(i < layers for i in config.mlp_only_layers or ()) if experts else layers

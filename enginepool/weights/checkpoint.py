@@ -6,6 +6,7 @@ use it.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ class Checkpoint:
             file = TensorFile(path)
             self._opened.append(file)
             for name in file.tensors:
-                if where.get(name, path.name) != path.name:
+                if name in where and directory / where[name] != path:
                     continue  # the index names another file for it
                 if name in self._files:
                     raise InvalidWeights(
@@ -85,6 +86,18 @@ class Checkpoint:
         """
         for file in self._opened:
             file.check_unchanged()
+
+
+def layers_left_out(directory: Path, layers: int) -> tuple[str, ...]:
+    """The name prefixes of layers that the checkpoint has and an engine of so many layers does not
+    load: those that the engine was told to leave out, and those for multi-token prediction."""
+    try:
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        more = config.get("num_nextn_predict_layers") or 0
+        have = (config.get("num_hidden_layers") or layers) + more
+    except (OSError, ValueError, TypeError, AttributeError):
+        return ()  # without a configuration, or with a broken one
+    return tuple(f"model.layers.{index}." for index in range(layers, have))
 
 
 def find(source: str | Path, download_dir: str | None = None, revision: str | None = None) -> Path:

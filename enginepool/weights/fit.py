@@ -36,6 +36,7 @@ class Fits:
             strict,
             tuple((name, tuple(each.shape), each.dtype) for name, each in source.specs.items()),
             tuple(source.origins.items()),
+            source.left_out,
         )
         fit = self._known.pop(alike, None)
         if fit is None:
@@ -75,6 +76,7 @@ class Fit:
         """
         self._source: Source | None = source
         self._by_path, self._origins = source.by_path, source.origins
+        self._left_out = source.left_out
         self._specs = specs
         self._mapping = mapping
         self._strict = strict
@@ -193,7 +195,7 @@ class Fit:
 
     def _tolerated(self, name: str) -> bool:
         tied = name == HEAD and "lm_head.embedding" not in self._specs
-        return tied or name.endswith(_TOLERATED)
+        return tied or name.endswith(_TOLERATED) or name.startswith(self._left_out)
 
     def _nothing(self, names: Sequence[str]) -> InvalidWeights:
         """The error of a source that changes no leaf."""

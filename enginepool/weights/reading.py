@@ -14,7 +14,6 @@ Imports sgl_jax: import it only after the patches are applied.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +25,7 @@ from sgl_jax.srt.utils.weight_utils import WeightLoader
 
 from enginepool.errors import EnginePoolError, InvalidConfig, InvalidWeights
 from enginepool.logs import logger
-from enginepool.weights.checkpoint import Checkpoint
+from enginepool.weights.checkpoint import Checkpoint, layers_left_out
 from enginepool.weights.fit import Fit
 from enginepool.weights.mapping import HuggingFaceMapping, with_loader
 from enginepool.weights.name_mismatch import listed
@@ -136,17 +135,16 @@ def _check(
     if quantized:
         _check_places(checkpoint.directory, model, specs, mapping)
         there = {name: spec for name, spec in there.items() if name in mapping.paths}
-    left_out = _layers_left_out(checkpoint.directory, model_config)
-    named = {name: spec for name, spec in there.items() if not name.startswith(left_out)}
-    source = Source(False, named, checkpoint.load)
+    left_out = layers_left_out(checkpoint.directory, model_config.hf_config.num_hidden_layers)
+    source = Source(False, there, checkpoint.load, left_out=left_out)
     fit = Fit(source, specs, mapping, strict=True, opening=checkpoint.directory)
     fit.resolve()
     if quantized:
         return
     for path, names in fit.parts.items():
-        fit.check(path, {name: named[name] for name in names})
+        fit.check(path, {name: there[name] for name in names})
     tied = TiedHead(specs)
-    if HEAD in named and tied.path is not None:
+    if HEAD in there and tied.path is not None:
         (embedding,) = fit.parts[tied.path]
         _compare(checkpoint, tied, embedding)
 
@@ -160,16 +158,6 @@ def _check_places(directory: Path, model: nnx.Module, specs: Any, mapping: Any) 
             f"sglang-jax reads no quantized weights, {listed(empty, 'weight')}; give weights that "
             "are not quantized"
         )
-
-
-def _layers_left_out(directory: Path, model_config: ModelConfig) -> tuple[str, ...]:
-    """The name prefixes of layers that the checkpoint has and the engine does not load: those that
-    the engine was told to leave out, and those for multi-token prediction."""
-    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    more = config.get("num_nextn_predict_layers") or 0
-    layers = model_config.hf_config.num_hidden_layers
-    have = (config.get("num_hidden_layers") or layers) + more
-    return tuple(f"model.layers.{index}." for index in range(layers, have))
 
 
 def _compare(checkpoint: Checkpoint, tied: TiedHead, embedding: str) -> None:

@@ -12,7 +12,7 @@ import jax
 from enginepool.errors import InvalidWeights
 from enginepool.weights import flax_tree
 from enginepool.weights.arrays import Array, as_array, is_array
-from enginepool.weights.checkpoint import Checkpoint, find
+from enginepool.weights.checkpoint import Checkpoint, find, layers_left_out
 
 Specs = Mapping[str, jax.ShapeDtypeStruct]
 
@@ -29,6 +29,7 @@ class Source:
         origins: The caller's own names, where they differ.
         private: Whether nobody else has the memory that `load` returns.
         directory: The checkpoint's directory, if the source is a checkpoint.
+        left_out: The name prefixes of layers of a checkpoint that the engines do not load.
     """
 
     by_path: bool
@@ -38,16 +39,19 @@ class Source:
     origins: Mapping[str, str] = field(default_factory=dict)
     private: bool = False
     directory: Path | None = None
+    left_out: tuple[str, ...] = ()
 
 
 def read_source(
     source: Any,
     leaves: Specs,
+    layers: int,
     *,
     download_dir: str | None = None,
     revision: str | None = None,
 ) -> Source:
-    """Recognise a source. `leaves` are the model's leaves, in its order.
+    """Recognise a source. `leaves` are the model's leaves, in its order. `layers` is the number of
+    its layers.
 
     Raises:
         InvalidWeights: The source is of an unknown kind, or broken.
@@ -58,7 +62,14 @@ def read_source(
     if isinstance(source, str | Path):
         checkpoint = Checkpoint(find(source, download_dir, revision))
         directory = checkpoint.directory
-        return Source(False, checkpoint.specs, checkpoint.load, private=True, directory=directory)
+        return Source(
+            False,
+            checkpoint.specs,
+            checkpoint.load,
+            private=True,
+            directory=directory,
+            left_out=layers_left_out(directory, layers),
+        )
     if isinstance(source, nnx.State):
         flat = nnx.to_flat_state(source)
         return _of_paths({_dotted(path): _value(leaf) for path, leaf in flat})
@@ -81,7 +92,8 @@ def _of_mapping(source: Mapping[Any, Any], leaves: Specs) -> Source:
     flat = {name: _value(value) for name, value in flax_tree.flatten(source).items()}
     if not flat:
         raise InvalidWeights("update_weights: the source is empty")
-    if flax_tree.is_flax_tree(flat):
+    # A model may have leaves that are named as in a Flax tree: the gate of experts is `kernel`.
+    if flax_tree.is_flax_tree(name for name in flat if name not in leaves):
         arrays, origins = flax_tree.to_leaves(flat, leaves)
         return Source(True, arrays, arrays.__getitem__, origins=origins)
     # Some names are both a leaf's path and the Hugging Face name of the transposed tensor. Names

@@ -94,6 +94,9 @@ def test_the_users_overrides_come_last(tmp_path: Path) -> None:
     args = PoolConfig(str(new), server_args=GIVEN_THETA).for_engine("cpu", [0])
     assert json.loads(args["json_model_override_args"])["rope_theta"] == 5.0
     assert json.loads(args["json_model_override_args"])["num_experts"] == 6
+    fewer = '{"num_local_experts": 5}'
+    assert load(str(new), override_args=fewer).num_experts == 5
+    assert json.loads(overrides(CASES["qwen3_moe"]["written"], fewer))["num_experts"] == 5
 
 
 def test_layers_of_one_kind() -> None:
@@ -158,8 +161,8 @@ def test_the_family_decides(tmp_path: Path, named: Any) -> None:
     assert upstreams(folder, **given).hf_config.architectures == ["Qwen2ForCausalLM"]
 
 
-@pytest.mark.parametrize("text", ["{", "[]"])
-def test_overrides_that_are_no_object(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize("text", ["{", "[]", {"rope_theta": 5.0}])
+def test_overrides_that_are_no_object(tmp_path: Path, text: Any) -> None:
     folder = write(tmp_path, {"model_type": "qwen3"})
     with pytest.raises(InvalidConfig, match="json_model_override_args="):
         load(str(folder), override_args=text)

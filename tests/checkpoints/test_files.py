@@ -47,10 +47,16 @@ def with_consolidated(folder: Path, meant: Tensors) -> None:
 
 
 def with_duplicates(folder: Path, meant: Tensors) -> None:
-    """A tensor is in two files, and the index says which of them is right."""
+    """A tensor is in two files, and the index says which of them is right. It may name files of a
+    folder."""
     last = folder / shard(2, 3)
     stored = load_file(last)
     save_file(stored | {EMBEDDING: meant[EMBEDDING] + 1}, last)
+    (folder / "parts").mkdir()
+    for file in folder.glob("*.safetensors"):
+        file.rename(folder / "parts" / file.name)
+    where = json.loads((folder / INDEX).read_text())["weight_map"]
+    write_index(folder, {name: f"parts/{file}" for name, file in where.items()})
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -25,6 +25,7 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128}
 GPTQ = {"quant_method": "gptq", "bits": 4}
 INT8 = {"quant_method": "compressed-tensors", "format": "int-quantized"}
 LONG = {"rope_type": "longrope", "short_factor": [1.0] * 64, "long_factor": [2.0] * 64}
+YARN = {"rope_type": "yarn", "original_max_position_embeddings": 64}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
 
 
@@ -44,6 +45,9 @@ def config_of(family: str, **fields: Any) -> dict[str, Any]:
         ("qwen3", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'"),
         ("qwen2", {"rope_parameters": LONG}, "rope_type='longrope'"),
         ("llama", {"rope_scaling": LLAMA3}, "high_freq_factor"),
+        ("llama", {"rope_theta": "1e6"}, "rope_theta='1e6': expected a number"),
+        ("qwen3", {"rope_scaling": YARN | {"factor": "2.0"}}, "factor='2.0' of rope_scaling"),
+        ("qwen3", {"rope_scaling": YARN | {"factor": 0}}, "factor=0 of rope_scaling"),
         ("gemma2", {"attention_bias": True}, "attention_bias=True: the gemma2"),
         ("qwen3_moe", {"attention_bias": True}, "attention_bias=True: the qwen3_moe"),
     ],

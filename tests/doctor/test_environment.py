@@ -1,6 +1,7 @@
 """The doctor's checks without a TPU, and one run on this machine."""
 
 import json
+import os
 import sys
 
 import pytest
@@ -46,6 +47,20 @@ def test_holders_are_the_processes_with_a_chip_or_the_lock_file_open(tmp_path):
         ],
         0,
     )
+
+
+def test_a_holder_that_closes_another_file_meanwhile(tmp_path, monkeypatch):
+    process(tmp_path, 7, ["python"], "/tmp/closed", "/dev/accel0")
+    read = os.readlink
+
+    def readlink(path):
+        if (link := read(path)) == "/tmp/closed":
+            raise FileNotFoundError(path)
+        return link
+
+    monkeypatch.setattr(os, "readlink", readlink)
+    [holder], _ = environment.device_holders(tmp_path)
+    assert holder["files"] == ["/dev/accel0"]
 
 
 def test_a_command_line_in_another_encoding(tmp_path):

@@ -132,6 +132,7 @@ def test_sliding_layers_read_their_window() -> None:
         ({"server_args": {"page_sise": 16}}, "unknown option page_sise=16; did you mean page_size"),
         ({"context": 64, "server_args": {"context_length": 64}}, "and not both"),
         ({"server_args": {"dp_size": 2}}, "dp_size=2"),
+        ({"server_args": {"model_layer_nums": "2"}}, "model_layer_nums='2': expected a count"),
     ],
 )
 def test_bad_input(options: dict[str, Any], words: str) -> None:

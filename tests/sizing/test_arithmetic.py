@@ -184,6 +184,7 @@ def test_reading_a_configuration(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(Path(CONFIGS["0.6B"]).read_bytes())
     assert read_shape(str(tmp_path)) == read_shape(CONFIGS["0.6B"])
     assert read_shape(str(tmp_path), {"model_layer_nums": 2}).layers == 2
+    assert read_shape(str(tmp_path), {"dtype": "half"}).itemsize == 2
     override = {"json_model_override_args": '{"max_position_embeddings": 8192}'}
     assert read_shape(str(tmp_path), override).context == 8192
     with pytest.raises(InvalidConfig, match="the configuration cannot be read"):

@@ -3,6 +3,7 @@
 import functools
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -130,11 +131,13 @@ def check_errors(found: Mapping[str, Any], params: Mapping[str, np.ndarray]) -> 
         np.testing.assert_allclose(told, errors(value), rtol=1e-4, err_msg=path)
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Int8:
     """Replaces a matrix. Its product also quantizes the other factor."""
 
-    def __init__(self, weight: np.ndarray) -> None:
-        self._integers, self._scale = quantize(weight)
+    integers: Any
+    scale: Any
 
     @property
     def T(self) -> "Int8":
@@ -143,7 +146,13 @@ class Int8:
     def __rmatmul__(self, x: jax.Array) -> jax.Array:
         scale = jnp.abs(x).max(axis=-1, keepdims=True) / 127
         integers = jnp.rint(x / jnp.where(scale == 0, 1, scale))
-        return integers @ self._integers.T.astype(np.float32) * scale * self._scale
+        return integers @ self.integers.T.astype(np.float32) * scale * self.scale
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _logits(config: str, factors: dict[str, Any], ids: Any) -> jax.Array:
+    """Compiled once for the weights of all checkpoints of a shape."""
+    return families._logits(json.loads(config), factors, ids)
 
 
 def serves_quantized(
@@ -156,8 +165,8 @@ def serves_quantized(
         if is_matrix(name):
             integers, scale = quantize(weight)
             whole = integers.astype(np.float32) * scale[:, None]
-            factors[name] = Int8(weight) if activations else jnp.asarray(whole)
-    logits = jax.jit(functools.partial(families._logits, config, factors))
+            factors[name] = Int8(integers, scale) if activations else jnp.asarray(whole)
+    logits = functools.partial(_logits, json.dumps(config), factors)
     assert pool.checksum()  # an error if the engines differ
     answered: set[int] = set()
 

@@ -46,6 +46,7 @@ from tests.weights.test_sources import int_or_str, nested
 
 WEIGHTS: dict[str, Any] = {"quantization_config_path": "int8.yaml"}
 BOTH: dict[str, Any] = {"quantization_config_path": "int8_w8a8.yaml"}
+LONG = 100  # tokens of an output that still runs when an update comes
 Model = Callable[[str], Path]
 Params = dict[str, np.ndarray]
 
@@ -104,7 +105,6 @@ def test_sources(int8: EnginePool, target: Model, source: Any, staging: Any) -> 
     assert {each.fingerprint for each in report.engines} == {report.staged}
     has(int8, target("qwen3"))
     check_report(report, int8, tensors(target("qwen3")))
-    serves_quantized(int8, target("qwen3"))
 
 
 def test_same_as_a_new_pool(make_pool: MakePool, target: Model) -> None:
@@ -119,23 +119,23 @@ def test_same_as_a_new_pool(make_pool: MakePool, target: Model) -> None:
     np.testing.assert_allclose(own, near[:100], atol=np.abs(near).max() / 127)
 
 
-def test_engines_of_two_devices(make_pool: MakePool, model_dir: Model, target: Model) -> None:
+def test_engines_of_two_devices(tmp_path: Path) -> None:
     """They serve while new weights are quantized."""
-    pool = make_pool("larger qwen3", 2, tp_size=2, warmup="none", **WEIGHTS)
-    has(pool, model_dir("larger qwen3"))
-    params = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 200}
-    with callers(1) as executor:
-        for source, model in ((dict, target), (from_shards, model_dir), (from_a_state, target)):
-            given = source(tensors(model("larger qwen3")))
-            call = executor.submit(
-                pool.generate_all, input_ids=[[5, 6]] * 8, sampling_params=params
-            )
-            until(lambda: running(pool) > 0)
-            report = pool.update_weights(given, mode="in_place")
-            call.result(SECONDS)
-            has(pool, model("larger qwen3"))
-            check_report(report, pool, tensors(model("larger qwen3")))
-    serves_quantized(pool, target("larger qwen3"))
+    old, new = (
+        make_random_model(tmp_path / str(seed), "qwen3", seed, num_heads=2) for seed in (1, 2)
+    )
+    params = {"temperature": 0, "ignore_eos": True, "max_new_tokens": LONG}
+    options: dict[str, Any] = SMALL | WEIGHTS | {"tp_size": 2, "warmup": "none"}
+    with EnginePool(str(old), devices=2, **options) as pool, callers(1) as executor:
+        has(pool, old)
+        call = executor.submit(pool.generate_all, input_ids=[[5, 6]] * 8, sampling_params=params)
+        until(lambda: running(pool) > 0)
+        for source, model in ((dict, new), (from_shards, old), (from_a_state, new)):
+            report = pool.update_weights(source(tensors(model)), mode="in_place")
+            has(pool, model)
+            check_report(report, pool, tensors(model))
+        assert [len(result["output_ids"]) for result in call.result(SECONDS)] == [LONG] * 8
+        serves_quantized(pool, new)
 
 
 def test_partial(int8: EnginePool, model_dir: Model, target: Model) -> None:
@@ -156,35 +156,48 @@ def test_staged(int8: EnginePool, target: Model) -> None:
     check_report(report, int8, tensors(target("qwen3")))
 
 
+ROLLING: list[Any] = [("drain", "double", "rolling"), ("abort", "stream", "rolling")]
+# Each mode with one staging. The other pairs are slow.
+SOME_WAYS: list[Any] = [
+    *(("drain", "stream", "atomic"), ("retract", "double", "atomic")),
+    *(("in_place", "stream", "atomic"), ("abort", "double", "atomic")),
+    *ROLLING,
+]
 EVERY_WAY: list[Any] = [
     *itertools.product(
         ("drain", "retract", "in_place", "abort"), ("double", "stream"), ("atomic",)
     ),
-    ("drain", "double", "rolling"),
-    ("abort", "stream", "rolling"),
+    *ROLLING,
 ]
 
 
 @pytest.mark.parametrize(
-    ("engines", "options"),
+    ("engines", "options", "ways"),
     [
-        pytest.param(4, WEIGHTS, id="weights, 4"),
-        pytest.param(1, BOTH, id="activations too, 1"),
-        pytest.param(1, WEIGHTS, id="weights, 1", marks=pytest.mark.slow),
-        pytest.param(4, BOTH, id="activations too, 4", marks=pytest.mark.slow),
+        pytest.param(4, WEIGHTS, SOME_WAYS, id="weights, 4"),
+        pytest.param(1, BOTH, SOME_WAYS[2:4], id="activations too, 1"),
+        pytest.param(4, WEIGHTS, EVERY_WAY, id="weights, 4, every", marks=pytest.mark.slow),
+        pytest.param(1, WEIGHTS, EVERY_WAY, id="weights, 1, every", marks=pytest.mark.slow),
+        pytest.param(1, BOTH, EVERY_WAY, id="activations too, 1, every", marks=pytest.mark.slow),
+        pytest.param(4, BOTH, EVERY_WAY, id="activations too, 4, every", marks=pytest.mark.slow),
     ],
 )
 def test_every_mode_under_load(
-    make_pool: MakePool, model_dir: Model, target: Model, engines: int, options: dict[str, Any]
+    make_pool: MakePool,
+    model_dir: Model,
+    target: Model,
+    engines: int,
+    options: dict[str, Any],
+    ways: list[Any],
 ) -> None:
-    """Ten updates while engines generate. The weights are NumPy's from opening on, after each
+    """Updates while engines generate. The weights are NumPy's from opening on, after each
     update, and after a fault and a rebuild. They serve at the beginning and at the end."""
     pool, activations = make_pool("qwen3", engines, **options), options is BOTH
     has(pool, model_dir("qwen3"))
     serves_quantized(pool, model_dir("qwen3"), activations=activations)
-    params = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 200}
+    params = {"temperature": 0, "ignore_eos": True, "max_new_tokens": LONG}
     with callers(1) as executor:
-        for number, (mode, staging, strategy) in enumerate(EVERY_WAY):
+        for number, (mode, staging, strategy) in enumerate(ways):
             call = executor.submit(
                 pool.generate_all, input_ids=[[5, 6, number]] * 8, sampling_params=params
             )
@@ -194,7 +207,7 @@ def test_every_mode_under_load(
             has(pool, model)
             results = call.result(SECONDS)
             if mode != "abort":
-                assert [len(result["output_ids"]) for result in results] == [200] * 8
+                assert [len(result["output_ids"]) for result in results] == [LONG] * 8
     serves_quantized(pool, model_dir("qwen3"), activations=activations)
     pool.update_weights(tensors(target("qwen3")))
     rebuild(pool, engines - 1)
@@ -231,7 +244,7 @@ def test_failed_stream(int8: EnginePool, model_dir: Model, target: Model) -> Non
     expected, source = answers(int8), in_halves(leaves(target("qwen3")))
     long: dict[str, Any] = {
         "input_ids": [[5, 6, 7]] * 8,
-        "sampling_params": {"temperature": 0, "ignore_eos": True, "max_new_tokens": 200},
+        "sampling_params": {"temperature": 0, "ignore_eos": True, "max_new_tokens": LONG},
         "return_logprob": True,
     }
     undisturbed = int8.generate_all(**long)
@@ -309,19 +322,37 @@ def test_placeholders(model_dir: Model, target: Model) -> None:
         has(pool, target("qwen3"))
 
 
+def by_path(pool: EnginePool) -> Callable[[Params], dict[str, np.ndarray]]:
+    """For a checkpoint's weights: the leaves, as upstream makes them."""
+    mapping = scheduler_of(pool, 0).hugging_face
+
+    def make(params: Params) -> dict[str, np.ndarray]:
+        made = {}
+        for path, names in mapping.names.items():
+            its = {name: params[name] for name in names}
+            (leaf,) = mapping.converter(path, its)(*map(jax.numpy.asarray, its.values()))
+            made[path] = np.asarray(leaf)
+        return made
+
+    return make
+
+
 def test_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are stacked and have a scale for each output of each. Narrow ones need a TPU."""
-    narrow = make_random_model(tmp_path / "narrow", "qwen3_moe")
+    small: Any = {"num_layers": 1}
+    narrow = make_random_model(tmp_path / "narrow", "qwen3_moe", **small)
     with pytest.raises(InvalidConfig, match=r"\.wo has 64 inputs"):
         EnginePool(str(narrow), devices=1, **SMALL, **WEIGHTS).open()
     monkeypatch.setitem(QWEN3_MOE, "moe_intermediate_size", 128)
-    models = [make_random_model(tmp_path / str(seed), "qwen3_moe", seed) for seed in (1, 2)]
+    models = [
+        make_random_model(tmp_path / str(seed), "qwen3_moe", seed, **small) for seed in (1, 2)
+    ]
     with EnginePool(str(models[0]), devices=2, warmup="none", **SMALL, **WEIGHTS) as pool:
         has(pool, models[0])
         check_errors(pool.stats()["start"]["quantized"], tensors(models[0]))
         checksums = [pool.checksum()]
         # The second update brings back the weights of the start, so they are served then.
-        for source, model in ((from_shards, models[1]), (dict, models[0])):
+        for source, model in ((from_shards, models[1]), (by_path(pool), models[0])):
             report = pool.update_weights(source(tensors(model)))
             has(pool, model)
             serves_quantized(pool, model)

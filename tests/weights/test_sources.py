@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 from enginepool import EnginePool, InvalidWeights
 from tests.support.layouts import answers, leaves, own_layout, serves, tensors
-from tests.support.pools import MakePool, same
+from tests.support.pools import SMALL, MakePool, same
 from tests.support.reference import bfloat16, make_random_model
 
 
@@ -122,6 +122,22 @@ def test_a_nested_dict_of_one_leaf(
     llama.update_weights(nested({path: value}, int_or_str), strict=False)
     for worker in llama.runtime.workers:
         np.testing.assert_array_equal(np.asarray(worker.leaves[path]), value)
+
+
+def test_layers_that_the_engines_do_not_load(tmp_path: Path) -> None:
+    """A checkpoint may have them, at opening and in an update. A dict may not."""
+    first, second = (
+        make_random_model(tmp_path / str(seed), "llama", seed, num_layers=2) for seed in (1, 2)
+    )
+    options: dict[str, Any] = SMALL | {"model_layer_nums": 1, "warmup": "none"}
+    with EnginePool(str(first), devices=1, **options) as pool:
+        report = pool.update_weights(second)
+        assert report.ignored
+        assert all(name.startswith("model.layers.1.") for name in report.ignored)
+        with EnginePool(str(second), devices=1, **options) as fresh:
+            assert fresh.checksum() == report.staged
+        with pytest.raises(InvalidWeights, match=r"unknown \d+ names: model\.layers\.1\."):
+            pool.update_weights(tensors(first))
 
 
 def twice(kind: str, params: dict[str, np.ndarray]) -> Any:

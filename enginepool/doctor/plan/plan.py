@@ -52,6 +52,7 @@ def make(
         raise InvalidConfig(f"batch={shown(batch)}: expected a count of requests, 1 or more")
     where = topology(host)
     path = str(Path(model).expanduser())
+    PoolConfig(path, server_args=given)  # checks the options before sizes are computed with them
     shape = read_shape(path, given)
     _check_tp(tp_size, where, shape)
     sizes = [k for k in _divisors(where.chips) if not _why_not(k, shape) or k == tp_size]
