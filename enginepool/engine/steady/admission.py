@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from enginepool.engine.scoring import Scorer
     from enginepool.engine.steady.prefill import LaunchedPrefill, Prefill
 
-# The most steps until the next step boundary, if requests had no room when these steps began.
+# The most steps until the next step boundary, if requests wait that the engine cannot take now.
 _STEPS_WHILE_WAITING = 16
 
 
@@ -129,6 +129,8 @@ class Admission:
             return False
         channel.pull(at_most=in_flight.room)
         self._left = channel.queued()
+        if self._left:
+            in_flight.end_within(_STEPS_WHILE_WAITING)
         waiting = scheduler.waiting_queue
         if not waiting:
             return True
