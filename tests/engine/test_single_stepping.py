@@ -117,6 +117,35 @@ def test_one_step_at_a_time(eight_at_once: EnginePool, monkeypatch: pytest.Monke
 
 
 @steady_decode
+def test_no_step_is_launched_behind_a_prefill(
+    eight_at_once: EnginePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So the engine can stop as soon as the prefill has ended."""
+    engine: Any = eight_at_once.engines[0]
+    joined, behind = list[bool](), list[bool]()
+    add_prefill, launch = StepsInFlight.add_prefill, StepsInFlight.launch
+
+    def adding(self: StepsInFlight, prefill: Any) -> None:
+        joined.append(True)
+        add_prefill(self, prefill)
+
+    def launching(self: StepsInFlight, steps: int) -> None:
+        behind.append(self.prefill is not None)
+        launch(self, steps)
+
+    with callers() as executor:
+        call = executor.submit(engine.generate, input_ids=PROMPTS[:2], sampling_params=LONGER)
+        decoding(eight_at_once, 2)
+        with one_step_at_a_time(steppings(eight_at_once)), monkeypatch.context() as patch:
+            patch.setattr(StepsInFlight, "add_prefill", adding)
+            patch.setattr(StepsInFlight, "launch", launching)
+            engine.generate(input_ids=PROMPTS[2], sampling_params=LONG | {"max_new_tokens": 4})
+        call.result(SECONDS)
+    assert joined
+    assert not any(behind)
+
+
+@steady_decode
 def test_no_engine_waits_for_an_idle_one(eight_at_once: EnginePool) -> None:
     pool = eight_at_once
     ask(pool, LONG)

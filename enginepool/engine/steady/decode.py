@@ -163,6 +163,8 @@ class SteadyDecode:
         most = in_flight.most_next
         if most <= 0:
             return False
+        if self._channel.single_stepping.on and in_flight.prefill is not None:
+            return False  # the engine may stop when the prefill has ended
         steps = in_flight.prepare(min(most, self._steps_at_once(in_flight, behind_prefill)))
         if steps == 0:
             return False
