@@ -46,7 +46,7 @@ class Admission:
     ) -> None:
         self._scheduler, self._channel, self._pace = scheduler, channel, pace
         self._scorer, self._prefills = scorer, prefill
-        self._left = 0  # requests in the pool's queue for which there was no room
+        self._left = 0  # requests in the pool's queue that the engine could not take
         self._arrived = False  # more requests have come since
         self._freed = False  # a request has ended since upstream last looked for room
         self._delay = PrefillDelay()
