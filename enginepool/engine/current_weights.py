@@ -95,6 +95,7 @@ class CurrentWeights:
             if other is not engine
             and other.condition.serving
             and other.condition.weights.update == self._desired.update
+            and not other.leaves.lost()  # a trainer may have donated them since its last step
         ]
 
     def _copies(self, engine: PinnedEngine) -> Iterator[Mapping[str, jax.Array]]:

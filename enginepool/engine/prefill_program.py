@@ -93,8 +93,8 @@ class PrefillProgram:
             self._nothing = {bucket: self._wanted(bucket, [], False) for bucket in self.buckets}
 
     def compile(self, next_bucket: Callable[[], None]) -> None:
-        """Compile every program before the engine serves. Each run prefills one token, into the KV
-        cache's first page.
+        """Compile every program before the engine serves. Each run prefills one token, into page 1,
+        the first that a request may have.
 
         Args:
             next_bucket: Called before each bucket.

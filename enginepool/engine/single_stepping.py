@@ -19,8 +19,7 @@ class SingleStepping:
     thread.
 
     Attributes:
-        on: The engine launches a step once it has read the last one. Behind a prefill it launches a
-            step at once.
+        on: The engine launches a step once it has read the last step or the prefill before it.
     """
 
     def __init__(self) -> None:

@@ -13,6 +13,7 @@ from enginepool.dispatch.condition import EngineCondition
 from enginepool.engine.single_stepping import SingleStepping, one_step_at_a_time
 from enginepool.engine.steady.decode import SteadyDecode
 from enginepool.engine.steady.in_flight import StepsInFlight
+from enginepool.engine.steady.pace import Pace
 from tests.support.faults import scheduler_of
 from tests.support.liveness import SECONDS, at_rest, callers, until
 from tests.support.marks import steady_decode
@@ -92,9 +93,14 @@ def test_it_ends_with_the_block() -> None:
 
 @steady_decode
 def test_one_step_at_a_time(eight_at_once: EnginePool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Afterwards launches have several steps again."""
-    pool, seen = eight_at_once, list[tuple[bool, int, int]]()
-    launch = SteadyDecode._launch
+    """Afterwards launches have several steps again. That the device idles between single steps does
+    not count for the pace."""
+    pool, seen, counted = eight_at_once, list[tuple[bool, int, int]](), list[bool]()
+    launch, launched = SteadyDecode._launch, Pace.launched
+
+    def counting(self: Pace, *, idle: bool) -> None:
+        counted.append(idle)
+        launched(self, idle=idle)
 
     def launching(self: Any, in_flight: StepsInFlight) -> bool:
         begun, before = self._channel.single_stepping.on, in_flight.steps
@@ -104,16 +110,49 @@ def test_one_step_at_a_time(eight_at_once: EnginePool, monkeypatch: pytest.Monke
         return done
 
     monkeypatch.setattr(SteadyDecode, "_launch", launching)
+    monkeypatch.setattr(Pace, "launched", counting)
     with callers() as executor:
         call = executor.submit(ask_without_flush, pool, LONGER, PROMPTS[:1])
         decoding(pool, 1)
         with one_step_at_a_time(steppings(pool)):
             start = len(seen)
+            until(lambda: len(seen) > start + 1)
+            before = len(counted)
             until(lambda: len(seen) > start + 4)
             during = seen[start + 1 :]
+            assert len(counted) == before
         until(lambda: (False, 8, 16) in seen[start:])
         call.result(SECONDS)
     assert set(during) == {(True, 0, 1)}
+
+
+@steady_decode
+def test_no_step_is_launched_behind_a_prefill(
+    eight_at_once: EnginePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So the engine can stop as soon as the prefill has ended."""
+    engine: Any = eight_at_once.engines[0]
+    joined, behind = list[bool](), list[bool]()
+    add_prefill, launch = StepsInFlight.add_prefill, StepsInFlight.launch
+
+    def adding(self: StepsInFlight, prefill: Any) -> None:
+        joined.append(True)
+        add_prefill(self, prefill)
+
+    def launching(self: StepsInFlight, steps: int) -> None:
+        behind.append(self.prefill is not None)
+        launch(self, steps)
+
+    with callers() as executor:
+        call = executor.submit(engine.generate, input_ids=PROMPTS[:2], sampling_params=LONGER)
+        decoding(eight_at_once, 2)
+        with one_step_at_a_time(steppings(eight_at_once)), monkeypatch.context() as patch:
+            patch.setattr(StepsInFlight, "add_prefill", adding)
+            patch.setattr(StepsInFlight, "launch", launching)
+            engine.generate(input_ids=PROMPTS[2], sampling_params=LONG | {"max_new_tokens": 4})
+        call.result(SECONDS)
+    assert joined
+    assert not any(behind)
 
 
 @steady_decode

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from enginepool import EnginePool
+from enginepool.engine.steady.pace import Pace
 from tests.support.liveness import SECONDS, at_rest, callers, until
 from tests.support.marks import slow, steady_decode
 from tests.support.pools import MakePool, compilations, same
@@ -64,6 +65,24 @@ def test_as_upstreams_own_steps(kind: EnginePool, seed: int) -> None:
             assert re.fullmatch(one["regex"], result["text"])
     kind.flush_cache()
     assert at_rest(kind)
+
+
+def test_the_pace_ignores_steps_with_a_grammar(
+    kind: EnginePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device then waits for masks. So launches would get several steps, also later ones."""
+    counted, launched = list[bool](), Pace.launched
+
+    def counting(self: Pace, *, idle: bool) -> None:
+        counted.append(idle)
+        launched(self, idle=idle)
+
+    monkeypatch.setattr(Pace, "launched", counting)
+    before = steps(kind)[0]
+    params = GREEDY | {"regex": "[a-z]{20}", "ignore_eos": False, "max_new_tokens": 20}
+    ask(kind, params, PROMPTS[:2])
+    assert steps(kind)[0] > before + 15
+    assert not counted
 
 
 def test_grammars_join_and_leave(kind: EnginePool, joined: list[int]) -> None:

@@ -11,12 +11,14 @@ import pytest
 from enginepool import EnginePool, InvalidRequest, StaleWeights, WeightUpdateFailed
 from enginepool.engine.build import Assembly
 from enginepool.lora.adapter import Adapters
+from tests.engine.test_joins import Order
 from tests.lora.conftest import World
 from tests.lora.test_exact import GREEDY, PROMPTS, check, load
 from tests.support.adapters import agrees, config, ids_of
 from tests.support.faults import Fault, raise_in_reset, raise_in_step
 from tests.support.forced import output_logits
 from tests.support.liveness import SECONDS, at_rest, callers, paused, running, until, waiting
+from tests.support.marks import steady_decode
 
 LONG = GREEDY | {"max_new_tokens": 40}
 MODES = ["drain", "retract", "abort", "in_place"]
@@ -207,6 +209,33 @@ def test_a_request_that_waits_for_a_slot_gets_one(adapted: EnginePool, world: Wo
             stop.set()
         check(world, PROMPTS, ["c"] * len(PROMPTS), results)
         assert all(call.result() for call in busy)
+
+
+@steady_decode
+def test_a_slot_that_becomes_free_between_steps(
+    adapted: EnginePool, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that came while no slot was free gets it. It does not wait for the others."""
+    load(adapted, world, "a", "b", "c")
+    engine: Any = adapted.engines[0]
+    late, params = PROMPTS[3], [GREEDY | {"max_new_tokens": count} for count in (400, 60, 60)]
+    order = Order(adapted, late, monkeypatch)
+    with callers(2) as threads:
+        others = threads.submit(
+            engine.generate,
+            input_ids=PROMPTS[:3],
+            sampling_params=params,
+            lora_path=[None, "a", "b"],
+        )
+        assert order.reached.wait(SECONDS)
+        call = threads.submit(
+            engine.generate, input_ids=late, sampling_params=GREEDY, lora_path="c"
+        )
+        until(lambda: waiting(adapted) == 1)
+        order.go_on.set()
+        call.result(SECONDS)
+        assert not others.done()
+        others.result(SECONDS)
 
 
 def test_most_that_are_loaded(

@@ -18,13 +18,14 @@ from enginepool import (
     WeightUpdateFailed,
 )
 from enginepool.engine.build import Assembly
+from enginepool.engine.jobs import EngineBroken
 from enginepool.engine.kv_cache import KVCache
 from enginepool.engine.recovery import Recovery
 from enginepool.engine.worker import EngineWorker
 from enginepool.toy.files import read_checkpoint
 from tests.support import faults
 from tests.support.layouts import PROMPTS, leaves, serves
-from tests.support.liveness import SECONDS, callers, until
+from tests.support.liveness import SECONDS, callers, paused, until
 from tests.support.pools import SMALL, in_use
 from tests.support.reference import make_random_model
 
@@ -126,6 +127,29 @@ def test_weights_are_donated_while_a_step_hangs(pool: EnginePool, target: Path) 
     let_go.set()
     until(lambda: states(pool) == ["serving"] * 3)
     serves(pool, target)
+
+
+def test_a_paused_sibling_whose_weights_were_donated(pool: EnginePool, target: Path) -> None:
+    """It does not know that yet. An engine that comes back gets the weights of another sibling."""
+    first = jax.devices()[0]
+    source = {path: jax.device_put(leaf, first) for path, leaf in leaves(target).items()}
+    pool.update_weights(source)
+    news = len(pool.events())
+
+    def fail() -> None:
+        raise EngineBroken("its state is unknown")
+
+    def kinds() -> list[str]:
+        return [event["event"] for event in pool.events()[news:] if event["engine"] == 2]
+
+    with paused(pool):
+        for array in source.values():
+            array.delete()
+        faults.delete_leaf(pool, 2)
+        pool.runtime.workers[2].channel.run(fail)
+        until(lambda: len(kinds()) >= 2)
+        assert kinds() == ["engine_quarantined", "engine_recovered"]
+    pool.engines[2].generate(input_ids=PROMPTS[0], sampling_params=GREEDY)
 
 
 def test_weights_come_with_the_sibling_that_has_them(pool: EnginePool, target: Path) -> None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from enginepool.engine.scoring import Scorer
     from enginepool.engine.steady.prefill import LaunchedPrefill, Prefill
 
-# The most steps until the next step boundary, if requests had no room when these steps began.
+# The most steps until the next step boundary, if requests wait that the engine cannot take now.
 _STEPS_WHILE_WAITING = 16
 
 
@@ -46,7 +46,7 @@ class Admission:
     ) -> None:
         self._scheduler, self._channel, self._pace = scheduler, channel, pace
         self._scorer, self._prefills = scorer, prefill
-        self._left = 0  # requests in the pool's queue for which there was no room
+        self._left = 0  # requests in the pool's queue that the engine could not take
         self._arrived = False  # more requests have come since
         self._freed = False  # a request has ended since upstream last looked for room
         self._delay = PrefillDelay()
@@ -129,6 +129,8 @@ class Admission:
             return False
         channel.pull(at_most=in_flight.room)
         self._left = channel.queued()
+        if self._left:
+            in_flight.end_within(_STEPS_WHILE_WAITING)
         waiting = scheduler.waiting_queue
         if not waiting:
             return True

@@ -163,6 +163,8 @@ class SteadyDecode:
         most = in_flight.most_next
         if most <= 0:
             return False
+        if self._channel.single_stepping.on and in_flight.prefill is not None:
+            return False  # the engine may stop when the prefill has ended
         steps = in_flight.prepare(min(most, self._steps_at_once(in_flight, behind_prefill)))
         if steps == 0:
             return False
@@ -173,11 +175,12 @@ class SteadyDecode:
         return True
 
     def _steps_at_once(self, in_flight: StepsInFlight, behind_prefill: bool) -> int:
-        idle = in_flight.idle
-        if idle is not None and not behind_prefill:
-            self._pace.launched(idle=idle)
         if self._channel.single_stepping.on:
             return 1
+        idle, grammars = in_flight.idle, in_flight.batch.grammars
+        # With a grammar the device waits for the mask, whatever the pace is.
+        if idle is not None and not behind_prefill and not grammars:
+            self._pace.launched(idle=idle)
         busy = behind_prefill or in_flight.batch.streamed
         return self._pace.steps(without_delay=1 if busy else self.admission.without_delay)
 

@@ -184,6 +184,11 @@ class StepsInFlight:
         batch.table.origin[self._new] = UNCHANGED
         self._new = []
 
+    def end_within(self, steps: int) -> None:
+        """Launch at most this many more steps."""
+        most = self.launched + steps
+        self._limit = most if self._limit is None else min(self._limit, most)
+
     def prepare(self, steps: int) -> int:
         """Send the device what the next launch needs.
 

@@ -27,7 +27,8 @@ class Pace:
     - If outputs are short, a launch has few steps.
 
     Attributes:
-        length: Tokens of an output, on average. None: no output has ended.
+        length: Tokens of an output that decodes, on average. None: no such output has ended. An
+            output that ends with its first token does not count: no launch waits for it.
     """
 
     def __init__(self, most: int) -> None:
