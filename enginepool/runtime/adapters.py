@@ -14,7 +14,7 @@ import numpy as np
 from enginepool.dispatch.request import Request
 from enginepool.engine.jobs import EngineBroken
 from enginepool.engine.worker import EngineWorker
-from enginepool.errors import EnginePoolError, InvalidRequest
+from enginepool.errors import EnginePoolError, InvalidRequest, WeightUpdateFailed
 from enginepool.lora.adapter import Adapter
 from enginepool.lora.source import read_adapter
 from enginepool.runtime.quiesce import StoppedEngines, SwapMode, quiesced
@@ -152,8 +152,13 @@ class AdapterLoad:
         arrays = {path: (np.array(a), np.array(b)) for path, (a, b) in found.arrays.items()}
         slots.check_finite(arrays)
         for worker in self._workers:
-            with naming(worker):
-                self._placed[worker.index] = _slots(worker).place(found.arrays)
+            try:
+                with naming(worker):
+                    self._placed[worker.index] = _slots(worker).place(found.arrays)
+            except WeightUpdateFailed:
+                if worker.condition.reachable:
+                    raise
+                # It has failed. When it comes back, it copies the adapter from the host.
         number = self._runtime.adapters.next_number()
         return Adapter(
             self._name,

@@ -1,7 +1,9 @@
 """New versions of adapters under load, and more adapters than slots."""
 
 import threading
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -229,12 +231,13 @@ def test_arrays_may_be_donated_afterwards(adapted: EnginePool, world: World) -> 
     assert agrees(result, world.expected("a", [PROMPTS[0]])[0])
 
 
-def test_the_first_engine_is_rebuilt_meanwhile(
-    adapted: EnginePool, world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It fails when the load has just begun. The error says so, and nothing is loaded."""
+@contextmanager
+def rebuilt_meanwhile(
+    pool: EnginePool, index: int, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """An engine fails when the load in the block has just begun. It is rebuilt after the block."""
     check_room, rebuild = Adapters.check_room, Assembly.rebuild
-    begun, go_on = threading.Event(), threading.Event()
+    begun, go_on, calls = threading.Event(), threading.Event(), list[Future[Any]]()
 
     def late(assembly: Assembly, *, dummy_weights: bool) -> None:
         assembly.take_apart()
@@ -245,22 +248,43 @@ def test_the_first_engine_is_rebuilt_meanwhile(
     with callers(1) as threads:
 
         def failing(adapters: Adapters, name: str) -> None:
-            raise_in_reset(adapted, 0)
-            raise_in_step(adapted, 0)
-            engine = adapted.engines[0]
-            calls.append(threads.submit(engine.generate, input_ids=PROMPTS[0]))
-            assert begun.wait(SECONDS)
+            if not calls:
+                raise_in_reset(pool, index)
+                raise_in_step(pool, index)
+                calls.append(threads.submit(pool.engines[index].generate, input_ids=PROMPTS[0]))
+                assert begun.wait(SECONDS)
             check_room(adapters, name)
 
-        calls: list[Future[Any]] = []
         try:
             with monkeypatch.context() as patch:
                 patch.setattr(Assembly, "rebuild", late)
                 patch.setattr(Adapters, "check_room", failing)
-                with pytest.raises(WeightUpdateFailed, match=r"engine 0 failed .*try again"):
-                    load(adapted, world, "a")
+                yield
         finally:
             go_on.set()
         assert calls[0].result(SECONDS)["output_ids"]
+    until(lambda: all(e["state"] == "serving" for e in pool.stats()["engines"]))
+
+
+def test_the_first_engine_is_rebuilt_meanwhile(
+    adapted: EnginePool, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error says so, and nothing is loaded."""
+    with (
+        rebuilt_meanwhile(adapted, 0, monkeypatch),
+        pytest.raises(WeightUpdateFailed, match=r"engine 0 failed .*try again"),
+    ):
+        load(adapted, world, "a")
     assert adapted.stats()["lora_adapters"] == {}
-    until(lambda: all(e["state"] == "serving" for e in adapted.stats()["engines"]))
+
+
+def test_another_engine_is_rebuilt_meanwhile(
+    adapted: EnginePool, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The adapter is loaded, and the engine has it when it comes back."""
+    with rebuilt_meanwhile(adapted, 1, monkeypatch):
+        assert adapted.load_lora_adapter("a", world.folders["a"]).engines == 1
+    result = adapted.engines[1].generate(
+        None, GREEDY, input_ids=PROMPTS[0], lora_path="a", return_logprob=True
+    )
+    assert agrees(result, world.expected("a", [PROMPTS[0]])[0])

@@ -763,11 +763,13 @@ def two_workers() -> Iterator[tuple[Runtime, ScriptedWorker]]:
     workers = [ScriptedWorker(index, runtime) for index in (0, 1)]
     runtime.add_engines(workers)
     workers[0].move("ok")
-    yield runtime, workers[0]
-    runtime.close(timeout=0.0)
-    for worker in workers:
-        while worker.move("ok"):
-            pass
+    try:
+        yield runtime, workers[0]
+    finally:
+        runtime.close(timeout=0.0)
+        for worker in workers:
+            while worker.move("ok"):
+                pass
 
 
 def submit(runtime: Runtime, output_ids: list[int]) -> Request:
