@@ -249,13 +249,14 @@ class AdapterLoad:
     def _abort(self) -> None:
         """End the requests that run under another version."""
         dispatch, new = self._runtime.dispatch, self.new
+        held = {rid for w in self._runtime.workers for rid in list(w.channel.running.held)}
         running = [
             request
             for request in dispatch.unfinished()
             if request.adapter is not None
             and request.adapter.line == new.line
             and request.adapter is not new
-            and (request.begun or request.req is not None)
+            and (request.begun or request.internal_rid in held)
         ]
         dispatch.abort(running, "load_lora_adapter(mode='abort')", "cancelled")
 

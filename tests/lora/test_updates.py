@@ -4,6 +4,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,9 +17,18 @@ from enginepool.lora.adapter import Adapters
 from tests.lora.conftest import World
 from tests.lora.test_exact import GREEDY, PROMPTS, check, load
 from tests.support.adapters import agrees, config, ids_of
-from tests.support.faults import Fault, raise_in_reset, raise_in_step
+from tests.support.faults import Fault, hang_in_score, raise_in_reset, raise_in_step
 from tests.support.forced import output_logits
-from tests.support.liveness import SECONDS, at_rest, callers, paused, running, until, waiting
+from tests.support.liveness import (
+    SECONDS,
+    at_rest,
+    callers,
+    let_go,
+    paused,
+    running,
+    until,
+    waiting,
+)
 
 LONG = GREEDY | {"max_new_tokens": 40}
 MODES = ["drain", "retract", "abort", "in_place"]
@@ -124,6 +134,27 @@ def test_a_device_that_fails_changes_nothing(
         assert result["meta_info"].get("lora_versions", [[0, 40, 1]]) == [[0, 40, 1]]
     check(world, PROMPTS, [name and "a" for name in NAMES], results)
     assert adapted.stats()["lora_adapters"]["x"]["weight_version"] == 1
+
+
+def test_a_prompt_that_is_being_scored_ends_too(adapted: EnginePool, world: World) -> None:
+    """With mode="abort", as what is being sampled."""
+    load(adapted, world, "a")
+    hangs = [hang_in_score(adapted, index) for index in (0, 1)]
+    score = partial(adapted.score, input_ids=ids_of(5, [300]), continuation_ids=[[5]])
+    with callers(2) as threads:
+        call = threads.submit(score, lora_path="a")
+        until(lambda: any(hang.begun.is_set() for hang in hangs))
+        channels = [w.channel for w in adapted.runtime.workers if w.channel.load()]
+        pause = threads.submit(adapted.pause_generation, "in_place")
+        until(lambda: all(channel.has_jobs() for channel in channels))
+        let_go(hangs)
+        pause.result(SECONDS)
+        try:
+            adapted.load_lora_adapter("a", world.folders["b"], mode="abort")
+        finally:
+            adapted.continue_generation()
+        (result,) = call.result(SECONDS)
+    assert result["meta_info"]["finish_reason"]["type"] == "abort"
 
 
 @pytest.mark.parametrize("mode", ["drain", "in_place"])
