@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from enginepool.dispatch.condition import EngineCondition, EngineState
 from enginepool.dispatch.queue import RequestQueue
@@ -26,8 +26,6 @@ from enginepool.lora.adapter import Adapters
 
 if TYPE_CHECKING:
     from sgl_jax.srt.managers.schedule_batch import Req
-
-T = TypeVar("T")
 
 
 class Channel:
@@ -78,11 +76,11 @@ class Channel:
     def wake(self) -> None:
         self._wake.set()
 
-    def run(self, job: Callable[[], T]) -> Future[T]:
+    def run[T](self, job: Callable[[], T]) -> Future[T]:
         """See `Jobs.add`."""
         return self._jobs.add(job)
 
-    def run_when(self, condition: Callable[[], bool], job: Callable[[], T]) -> Future[T]:
+    def run_when[T](self, condition: Callable[[], bool], job: Callable[[], T]) -> Future[T]:
         """See `Jobs.add_when`."""
         return self._jobs.add_when(condition, job)
 
@@ -101,6 +99,11 @@ class Channel:
 
     def load(self) -> int:
         return len(self.running)
+
+    def has_requests(self) -> bool:
+        """Whether the engine has requests, or takes some from the queue at this moment."""
+        with self.running.lock:
+            return bool(self.running)
 
     def kv_usage(self) -> tuple[int, int]:
         """See `StepScheduler.kv_usage`; zeros while there is no scheduler."""
@@ -125,9 +128,8 @@ class Channel:
             if self.condition.stepping_since != since:
                 return None
             self.condition.change(EngineState.ABANDONED, reason)
-            requests = self.close(f"engine {self.engine_index} is abandoned: {reason}")
             self.queue.detach(self.engine_index)
-            return requests
+            return self.close(f"engine {self.engine_index} is abandoned: {reason}")
 
     # The engine's thread
 
@@ -139,8 +141,7 @@ class Channel:
         """The step boundary. It admits requests itself, because upstream's message cannot carry the
         outputs of a resumed one. So it returns an empty list."""
         self._end_step()
-        condition = self.condition
-        scheduler = self._attached()
+        condition, scheduler = self.condition, self._attached()
         idled = self.steps == 0
         while True:
             self._wake.clear()
@@ -187,19 +188,21 @@ class Channel:
         if running.has_one_alone:
             return
         room = scheduler.room(len(running))
-        taken = self.queue.take(
-            self.engine_index,
-            load=len(running),
-            room=room if at_most is None else min(room, at_most),
-            cached=scheduler.cached_prefix,
-            begun=self.condition.draining,
-            prefilling=scheduler.prefilling(),
-            may_start=scheduler.may_start(),
-        )
-        running.hold(taken)
-        now = time.perf_counter()
-        for request in taken:
-            request.engine_index, request.taken_at = self.engine_index, request.taken_at or now
+        with running.lock:  # for other threads a request is in the queue or here
+            self._check_abandoned()
+            taken = self.queue.take(
+                self.engine_index,
+                load=len(running),
+                room=room if at_most is None else min(room, at_most),
+                cached=scheduler.cached_prefix,
+                begun=self.condition.draining,
+                prefilling=scheduler.prefilling(),
+                may_start=scheduler.may_start(),
+            )
+            running.hold(taken)
+            now = time.perf_counter()
+            for request in taken:
+                request.engine_index, request.taken_at = self.engine_index, request.taken_at or now
         for request in taken:
             req = scheduler.admit(request)
             with running.lock:  # `abandon` may have taken it away meanwhile
@@ -212,7 +215,7 @@ class Channel:
 
     # Between two steps without a boundary between them: see `steady/decode.py`
 
-    def between_steps(self, take_over: Callable[[], T]) -> T:
+    def between_steps[T](self, take_over: Callable[[], T]) -> T:
         """Call `take_over`, which takes the results of a step while the next step runs.
 
         Raises:
@@ -226,8 +229,7 @@ class Channel:
 
     def queued(self) -> int:
         """How many requests wait in the pool's queue; 0 if this engine has no room."""
-        running = self.running
-        room = self._attached().room(len(running)) > 0 and not running.has_one_alone
+        room = self._attached().room(self.load()) > 0 and not self.running.has_one_alone
         return len(self.queue) if room else 0
 
     def has_jobs(self) -> bool:
@@ -256,9 +258,8 @@ class Channel:
         """Run no more jobs. Returns the engine's requests, with the tokens that they have."""
         self.condition.stepping_since = None
         self._jobs.close(why)
-        requests = self.running.retract()
         self._scheduler = None
-        return requests
+        return self.running.retract()
 
     def retract(self) -> list[Request]:
         """Take all requests out of the engine, with the tokens that they have. Its KV cache is free
@@ -267,8 +268,7 @@ class Channel:
         Raises:
             EngineBroken: The scheduler's state does not allow that. The engine leaves its loop.
         """
-        scheduler = self._attached()
-        requests = self.running.retract()
+        scheduler, requests = self._attached(), self.running.retract()
         try:
             scheduler.release_all()
         except Exception as error:
@@ -283,14 +283,14 @@ class Channel:
         return bool(self.running) or (scheduler is not None and scheduler.has_work())
 
     def _attached(self) -> StepScheduler:
+        self._check_abandoned()
         assert self._scheduler is not None, "the channel has no scheduler"
         return self._scheduler
 
     def _abort(self, internal_rids: list[str]) -> None:
         scheduler = self._attached()
         for internal_rid in internal_rids:
-            request = self.running.held.get(internal_rid)
-            if request is None:
+            if (request := self.running.held.get(internal_rid)) is None:
                 continue
             if self.condition.paused and request.abort_reason is not None:
                 # Upstream ends the request in its next step, but a paused engine takes none. So the

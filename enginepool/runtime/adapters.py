@@ -14,7 +14,7 @@ import numpy as np
 from enginepool.dispatch.request import Request
 from enginepool.engine.jobs import EngineBroken
 from enginepool.engine.worker import EngineWorker
-from enginepool.errors import EnginePoolError, InvalidRequest
+from enginepool.errors import EnginePoolError, InvalidRequest, WeightUpdateFailed
 from enginepool.lora.adapter import Adapter
 from enginepool.lora.source import read_adapter
 from enginepool.runtime.quiesce import StoppedEngines, SwapMode, quiesced
@@ -152,8 +152,13 @@ class AdapterLoad:
         arrays = {path: (np.array(a), np.array(b)) for path, (a, b) in found.arrays.items()}
         slots.check_finite(arrays)
         for worker in self._workers:
-            with naming(worker):
-                self._placed[worker.index] = _slots(worker).place(found.arrays)
+            try:
+                with naming(worker):
+                    self._placed[worker.index] = _slots(worker).place(found.arrays)
+            except WeightUpdateFailed:
+                if worker.condition.reachable:
+                    raise
+                # It has failed. When it comes back, it copies the adapter from the host.
         number = self._runtime.adapters.next_number()
         return Adapter(
             self._name,
@@ -244,13 +249,14 @@ class AdapterLoad:
     def _abort(self) -> None:
         """End the requests that run under another version."""
         dispatch, new = self._runtime.dispatch, self.new
+        held = {rid for w in self._runtime.workers for rid in list(w.channel.running.held)}
         running = [
             request
             for request in dispatch.unfinished()
             if request.adapter is not None
             and request.adapter.line == new.line
             and request.adapter is not new
-            and (request.begun or request.req is not None)
+            and (request.begun or request.internal_rid in held)
         ]
         dispatch.abort(running, "load_lora_adapter(mode='abort')", "cancelled")
 

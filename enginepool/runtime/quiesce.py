@@ -232,8 +232,7 @@ def _unfinished(engines: StoppedEngines) -> bool:
     """Whether these engines have requests, or can take begun ones from the queue."""
     able = engines.able()
     begun = engines.runtime.dispatch.queue.begun(able)
-    loads = [worker.channel.load() for worker in engines.workers if worker.index in able]
-    return any(begun or load for load in loads)
+    return any(begun or w.channel.has_requests() for w in engines.workers if w.index in able)
 
 
 def _nothing() -> None:

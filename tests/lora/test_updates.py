@@ -1,7 +1,10 @@
 """New versions of adapters under load, and more adapters than slots."""
 
 import threading
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,9 +18,18 @@ from tests.engine.test_joins import Order
 from tests.lora.conftest import World
 from tests.lora.test_exact import GREEDY, PROMPTS, check, load
 from tests.support.adapters import agrees, config, ids_of
-from tests.support.faults import Fault, raise_in_reset, raise_in_step
+from tests.support.faults import Fault, hang_in_score, raise_in_reset, raise_in_step
 from tests.support.forced import output_logits
-from tests.support.liveness import SECONDS, at_rest, callers, paused, running, until, waiting
+from tests.support.liveness import (
+    SECONDS,
+    at_rest,
+    callers,
+    let_go,
+    paused,
+    running,
+    until,
+    waiting,
+)
 from tests.support.marks import steady_decode
 
 LONG = GREEDY | {"max_new_tokens": 40}
@@ -124,6 +136,27 @@ def test_a_device_that_fails_changes_nothing(
         assert result["meta_info"].get("lora_versions", [[0, 40, 1]]) == [[0, 40, 1]]
     check(world, PROMPTS, [name and "a" for name in NAMES], results)
     assert adapted.stats()["lora_adapters"]["x"]["weight_version"] == 1
+
+
+def test_a_prompt_that_is_being_scored_ends_too(adapted: EnginePool, world: World) -> None:
+    """With mode="abort", as what is being sampled."""
+    load(adapted, world, "a")
+    hangs = [hang_in_score(adapted, index) for index in (0, 1)]
+    score = partial(adapted.score, input_ids=ids_of(5, [300]), continuation_ids=[[5]])
+    with callers(2) as threads:
+        call = threads.submit(score, lora_path="a")
+        until(lambda: any(hang.begun.is_set() for hang in hangs))
+        channels = [w.channel for w in adapted.runtime.workers if w.channel.load()]
+        pause = threads.submit(adapted.pause_generation, "in_place")
+        until(lambda: all(channel.has_jobs() for channel in channels))
+        let_go(hangs)
+        pause.result(SECONDS)
+        try:
+            adapted.load_lora_adapter("a", world.folders["b"], mode="abort")
+        finally:
+            adapted.continue_generation()
+        (result,) = call.result(SECONDS)
+    assert result["meta_info"]["finish_reason"]["type"] == "abort"
 
 
 @pytest.mark.parametrize("mode", ["drain", "in_place"])
@@ -258,12 +291,13 @@ def test_arrays_may_be_donated_afterwards(adapted: EnginePool, world: World) -> 
     assert agrees(result, world.expected("a", [PROMPTS[0]])[0])
 
 
-def test_the_first_engine_is_rebuilt_meanwhile(
-    adapted: EnginePool, world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It fails when the load has just begun. The error says so, and nothing is loaded."""
+@contextmanager
+def rebuilt_meanwhile(
+    pool: EnginePool, index: int, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """An engine fails when the load in the block has just begun. It is rebuilt after the block."""
     check_room, rebuild = Adapters.check_room, Assembly.rebuild
-    begun, go_on = threading.Event(), threading.Event()
+    begun, go_on, calls = threading.Event(), threading.Event(), list[Future[Any]]()
 
     def late(assembly: Assembly, *, dummy_weights: bool) -> None:
         assembly.take_apart()
@@ -274,22 +308,43 @@ def test_the_first_engine_is_rebuilt_meanwhile(
     with callers(1) as threads:
 
         def failing(adapters: Adapters, name: str) -> None:
-            raise_in_reset(adapted, 0)
-            raise_in_step(adapted, 0)
-            engine = adapted.engines[0]
-            calls.append(threads.submit(engine.generate, input_ids=PROMPTS[0]))
-            assert begun.wait(SECONDS)
+            if not calls:
+                raise_in_reset(pool, index)
+                raise_in_step(pool, index)
+                calls.append(threads.submit(pool.engines[index].generate, input_ids=PROMPTS[0]))
+                assert begun.wait(SECONDS)
             check_room(adapters, name)
 
-        calls: list[Future[Any]] = []
         try:
             with monkeypatch.context() as patch:
                 patch.setattr(Assembly, "rebuild", late)
                 patch.setattr(Adapters, "check_room", failing)
-                with pytest.raises(WeightUpdateFailed, match=r"engine 0 failed .*try again"):
-                    load(adapted, world, "a")
+                yield
         finally:
             go_on.set()
         assert calls[0].result(SECONDS)["output_ids"]
+    until(lambda: all(e["state"] == "serving" for e in pool.stats()["engines"]))
+
+
+def test_the_first_engine_is_rebuilt_meanwhile(
+    adapted: EnginePool, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error says so, and nothing is loaded."""
+    with (
+        rebuilt_meanwhile(adapted, 0, monkeypatch),
+        pytest.raises(WeightUpdateFailed, match=r"engine 0 failed .*try again"),
+    ):
+        load(adapted, world, "a")
     assert adapted.stats()["lora_adapters"] == {}
-    until(lambda: all(e["state"] == "serving" for e in adapted.stats()["engines"]))
+
+
+def test_another_engine_is_rebuilt_meanwhile(
+    adapted: EnginePool, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The adapter is loaded, and the engine has it when it comes back."""
+    with rebuilt_meanwhile(adapted, 1, monkeypatch):
+        assert adapted.load_lora_adapter("a", world.folders["a"]).engines == 1
+    result = adapted.engines[1].generate(
+        None, GREEDY, input_ids=PROMPTS[0], lora_path="a", return_logprob=True
+    )
+    assert agrees(result, world.expected("a", [PROMPTS[0]])[0])

@@ -9,7 +9,8 @@ So Hypothesis chooses the order in which engines, callers and the watchdog make 
 import logging
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,8 +30,10 @@ from enginepool.engine.gil_limiter import Limiter
 from enginepool.engine.start_stages import StartStages
 from enginepool.engine.worker import EngineWorker
 from enginepool.errors import PoolFailed, QueueFull, StepTimeout
+from enginepool.runtime.quiesce import StoppedEngines, _unfinished
 from enginepool.runtime.runtime import Runtime
 from enginepool.weights.leaves import EngineLeaves
+from tests.support.liveness import until
 
 ROOM = 3
 LIVENESS = 60.0  # seconds
@@ -751,3 +754,72 @@ def test_suspect_that_only_one_engine_may_run_is_taken_out_with_it() -> None:
     queue.put([pinned, free])
     assert queue.take_pinned_to(0) == [pinned]
     assert len(queue) == 1
+
+
+@contextmanager
+def two_workers() -> Iterator[tuple[Runtime, ScriptedWorker]]:
+    """Two engines. The first one is idle, and the second one does nothing."""
+    runtime = Runtime(PoolConfig("scripted"), "scripted")
+    workers = [ScriptedWorker(index, runtime) for index in (0, 1)]
+    runtime.add_engines(workers)
+    workers[0].move("ok")
+    try:
+        yield runtime, workers[0]
+    finally:
+        runtime.close(timeout=0.0)
+        for worker in workers:
+            while worker.move("ok"):
+                pass
+
+
+def submit(runtime: Runtime, output_ids: list[int]) -> Request:
+    call, logprobs = Call(), [-float(token) for token in output_ids]
+    script: Any = SimpleNamespace(script=[1, 2, 3], poison=False)
+    call.add(Request(call, [5], script, output_ids=output_ids, logprobs=logprobs))
+    runtime.dispatch.submit(call)
+    return call.requests[0]
+
+
+def meanwhile(queue: RequestQueue, what: Callable[[], Any]) -> list[Any]:
+    """Another thread does this when a request next leaves the queue, before the engine holds it.
+    Returns a list that gets the result."""
+    done: list[Any] = []
+    thread = threading.Thread(target=lambda: done.append(what()))
+
+    def on_taken() -> None:
+        if not thread.ident:
+            thread.start()
+            thread.join(1.0)  # it may have to wait for the engine
+
+    queue.on_taken = on_taken
+    return done
+
+
+def test_a_step_that_is_abandoned_while_it_takes_requests() -> None:
+    """They go back to the queue, with the others of the engine."""
+    with two_workers() as (runtime, worker):
+        queue, requests = runtime.dispatch.queue, [submit(runtime, [])]
+        worker.move("ok")
+        requests += [submit(runtime, []) for _ in range(3)]  # one or two for each engine
+        since = worker.condition.stepping_since
+        assert since is not None
+        stuck = runtime.recovery.engine_stuck
+        done = meanwhile(queue, lambda: stuck(worker, since, "it does not return"))
+        worker.assembly.scheduler.step = lambda outcome: worker.channel.pull()
+        worker.move("ok")
+        until(lambda: done)
+        assert {key for group in queue._groups() for key in group} == {
+            request.internal_rid for request in requests
+        }
+        assert not worker.channel.running
+
+
+def test_a_drain_that_looks_while_an_engine_takes_a_request() -> None:
+    """The request has not finished."""
+    with two_workers() as (runtime, worker):
+        engines = StoppedEngines(runtime, [worker])
+        seen = meanwhile(runtime.dispatch.queue, lambda: _unfinished(engines))
+        submit(runtime, [1])
+        worker.move("ok")
+        until(lambda: seen)
+        assert seen == [True]
