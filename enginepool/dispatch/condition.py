@@ -198,6 +198,14 @@ class EngineCondition:
         """Whether it takes a step when it has work."""
         return not self.pause_reasons and self.weights.missing is None
 
+    def takes(self, *, begun: bool) -> bool:
+        """Whether it takes requests now.
+
+        Args:
+            begun: Whether they have begun. A draining engine takes no others.
+        """
+        return self.may_step and (begun or not self.draining)
+
     @property
     def abandoned(self) -> bool:
         """Whether its requests were taken away because a step does not return."""

@@ -6,7 +6,7 @@ import pytest
 
 from enginepool import QueueFull
 from enginepool.config import PoolConfig
-from enginepool.dispatch.condition import DesiredState
+from enginepool.dispatch.condition import DesiredState, EngineCondition
 from enginepool.dispatch.dispatch import Dispatch
 from enginepool.dispatch.queue import RequestQueue
 from enginepool.dispatch.queue_limit import QueueLimit, WhenFull
@@ -25,7 +25,7 @@ def make_call(count: int) -> Call:
 
 def limited(limit: int | None, when_full: WhenFull = "block") -> tuple[RequestQueue, QueueLimit]:
     queue = RequestQueue()
-    queue.attach(0, lambda: 0, lambda: None)
+    queue.attach(0, EngineCondition(), lambda: 0, lambda: None)
     return queue, QueueLimit(queue, limit, when_full)
 
 
@@ -99,7 +99,7 @@ class TakenMeanwhile(RequestQueue):
 def test_the_last_request_is_taken_while_a_call_finds_the_queue_full() -> None:
     """Nothing else will leave the queue, so this is the call's only chance to enter."""
     queue = TakenMeanwhile()
-    queue.attach(0, lambda: 0, lambda: None)
+    queue.attach(0, EngineCondition(), lambda: 0, lambda: None)
     gate = QueueLimit(queue, 1, "block")
     first, second = make_call(1), make_call(1)
     gate.enter(first)
