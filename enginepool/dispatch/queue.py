@@ -118,6 +118,7 @@ class RequestQueue:
             requests = [request for group in groups for request in group.values()]
             for group in groups:
                 group.clear()
+        self._notify_taken(requests)
         return requests
 
     @contextmanager

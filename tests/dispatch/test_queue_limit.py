@@ -1,5 +1,6 @@
 """How many requests may wait, and what happens to calls beyond that."""
 
+from collections.abc import Callable
 from threading import Thread
 
 import pytest
@@ -110,6 +111,41 @@ def test_the_last_request_is_taken_while_a_call_finds_the_queue_full() -> None:
     assert len(gate) == 0
 
 
+class FullWhileDrained(RequestQueue):
+    """A call finds the queue full, just before all requests are taken out."""
+
+    then: Callable[[], None]
+
+    def drain(self) -> list[Request]:
+        self.then()
+        return super().drain()
+
+
+def test_the_queue_is_drained_while_a_call_finds_it_full() -> None:
+    """The call enters. Nothing else will leave the queue."""
+    queue = FullWhileDrained()
+    queue.attach(0, EngineCondition(), lambda: 0, lambda: None)
+    dispatch = Dispatch("pool", PoolConfig("toy"), DesiredState(), SteeringLock())
+    dispatch.queue, dispatch.queue_limit = queue, QueueLimit(queue, 1, "block")
+    first, second = make_call(1), make_call(1)
+    dispatch.queue_limit.enter(first)
+    queue.then = lambda: dispatch.queue_limit.enter(second)
+    assert dispatch.take_waiting() == first.requests
+    assert take(queue, 1) == second.requests
+
+
+def test_a_call_behind_one_that_is_taken_out_enters() -> None:
+    """The call before it was for one engine, which is out, and was too large for the queue."""
+    queue, gate = limited(2)
+    first, large, last = make_call(1), make_call(2), make_call(1)
+    for request in large.requests:
+        request.pinned_to = 1
+    for call in (first, large, last):
+        gate.enter(call)
+    assert gate.take_pinned_to(1) == large.requests
+    assert take(queue, 2) == [*first.requests, *last.requests]
+
+
 def test_in_a_pool(make_pool: MakePool) -> None:
     """Waiting calls count as waiting, time out, and are answered in the end."""
     pool = make_pool("qwen3", 1, max_queued=2)
@@ -121,6 +157,7 @@ def test_in_a_pool(make_pool: MakePool) -> None:
                 for _ in range(3)
             ]
             until(lambda: waiting(pool) == 6)
+            assert "6 waiting" in repr(pool)
             (late,) = pool.generate_all(input_ids=[[65]], sampling_params=params, timeout=0.2)
             assert late["meta_info"]["finish_reason"]["err_type"] == "timeout"
         for call in calls:
