@@ -199,6 +199,7 @@ class Runtime:
         deadline = None if timeout is None else time.monotonic() + timeout
         with self.dispatch.lock:
             self.dispatch.closed = True
+        self.steering.close(str(self.failure()))
         if not self._closing.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
             return False  # another thread is still closing the pool
         try:

@@ -25,7 +25,7 @@ def updating(runtime: Runtime, call: str) -> Iterator[list[EngineWorker]]:
     """
     with runtime.steering.hold(call), runtime.cache.sharing():
         workers = runtime.reachable()
-        if runtime.closed or not workers:
+        if not workers:
             raise runtime.failure()
         try:
             yield workers
