@@ -161,7 +161,8 @@ class EngineCondition:
 
     @property
     def since(self) -> float:
-        """When it entered its state, as `time.time`."""
+        """When it entered its state, as `time.time`. If it is paused or drains: when it began to
+        serve."""
         return self._phase.since
 
     # What it may do

@@ -80,9 +80,9 @@ def quiesced(
 
     Args:
         mode: What happens to running requests. "drain": they finish first. "retract": they go
-            back to the queue with the tokens that they have. Each first gains at least one token
-            since it was last retracted. "abort": they end with the tokens that they have.
-            "in_place": they stay.
+            back to the queue with the tokens that they have. An engine stops only when each has
+            gained a token since it was last retracted. "abort": they end with the tokens that they
+            have. "in_place": they stay.
 
     Raises:
         PoolClosed: The pool was closed meanwhile.

@@ -265,7 +265,7 @@ class Runtime:
         """The error to raise if the pool was closed, or if these engines have failed.
 
         Args:
-            failed: Others may serve. Empty: no engine's loop runs.
+            failed: Engines that have failed. Others may serve. Empty: no engine's loop runs.
         """
         if self.closed:
             return PoolClosed(f"pool {self.name!r} was closed")
