@@ -131,9 +131,7 @@ def _check_staged(update: Update, workers: list[EngineWorker]) -> None:
                 names=gone,
             )
     update.check_complete(update.plan)
-    # The device of an engine that is out may not answer any more.
-    those_in = [update.staged[w.index] for w in workers if w.index in update.staged]
-    sibling = (those_in or list(update.staged.values()))[0]
+    sibling = next(iter(update.staged.values()))
     for worker in workers:
         if worker.index not in update.staged:
             again = update.plan.again(sibling.arrays, worker.leaves.specs)

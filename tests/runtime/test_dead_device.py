@@ -66,34 +66,6 @@ def test_the_others_go_on(
     pool.update_weights(pool.config.model)  # on the engine that is left
 
 
-def test_staged_weights_come_from_a_device_that_answers(
-    model_dir: Callable[[str], Path], target: Callable[[str], Path], dead: set[int]
-) -> None:
-    """An engine was away when they were staged. Then the device of the first engine dies."""
-    params = GREEDY | {"max_new_tokens": 4}
-    options = SMALL | {"warmup": "none"}
-    with EnginePool(str(model_dir("qwen3")), devices=3, **options) as pool, callers() as executor:
-
-        def fail(engine: int, state: str) -> None:
-            executor.submit(
-                pool.engines[engine].generate, input_ids=PROMPTS[0], sampling_params=params
-            )
-            until(lambda: pool.stats()["engines"][engine]["state"] == state)
-
-        let_go = faults.hang_in_reset(pool, 2)
-        try:
-            faults.raise_in_step(pool, 2)
-            fail(2, "resetting")
-            staged = pool.stage_weights(target("qwen3"))
-            dead.add(0)
-            fail(0, "quarantined")
-            until(lambda: ("engine_stays_out", 0) in events(pool))
-        finally:
-            let_go.set()
-        until(lambda: ("engine_recovered", 2) in events(pool))
-        assert [engine.engine_index for engine in staged.commit().engines] == [1, 2]
-
-
 def test_all_engines_on_dead_devices(pool: EnginePool, dead: set[int]) -> None:
     """Every call gets an error with the reason, and the pool closes."""
     calls: list[Callable[[], Any]] = [
