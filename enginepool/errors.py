@@ -80,10 +80,12 @@ class InvalidWeights(EnginePoolError, ValueError):
 
 
 class WeightUpdateFailed(EnginePoolError):
-    """Raised by `update_weights` if a device failed. All engines that serve have the same version.
+    """Raised by `update_weights` if a device failed. Other calls that read or change weights or
+    memory raise it while all engines have failed and are being brought back. All engines that serve
+    have the same version.
 
     Attributes:
-        engine_index: The engine of that device.
+        engine_index: The engine that failed, or the first of them.
         name: The leaf that failed, by the model's path. None if it is not known.
     """
 

@@ -161,7 +161,8 @@ class EngineCondition:
 
     @property
     def since(self) -> float:
-        """When it entered its state, as `time.time`."""
+        """When it entered its state, as `time.time`. If it is paused or drains: when it began to
+        serve."""
         return self._phase.since
 
     # What it may do
@@ -197,6 +198,14 @@ class EngineCondition:
     def may_step(self) -> bool:
         """Whether it takes a step when it has work."""
         return not self.pause_reasons and self.weights.missing is None
+
+    def takes(self, *, begun: bool) -> bool:
+        """Whether it takes requests now.
+
+        Args:
+            begun: Whether they have begun. A draining engine takes no others.
+        """
+        return self.may_step and (begun or not self.draining)
 
     @property
     def abandoned(self) -> bool:

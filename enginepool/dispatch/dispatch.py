@@ -191,10 +191,13 @@ class Dispatch:
             request.call.finish(request, reason)
         return waits
 
-    def take_waiting(self) -> list[Request]:
-        """Remove and return all requests that wait for an engine."""
-        outside = self.queue_limit.drain()  # first, because a call may enter the queue meanwhile
-        return outside + self.queue.drain()
+    def take_waiting(self, pinned_to: int | None = None) -> list[Request]:
+        """Remove and return all requests that wait for an engine, or those that only this engine
+        may run."""
+        # Those outside come first, because a call may enter the queue meanwhile.
+        if pinned_to is None:
+            return self.queue_limit.drain() + self.queue.drain()
+        return self.queue_limit.take_pinned_to(pinned_to) + self.queue.take_pinned_to(pinned_to)
 
     def fail(self, requests: Iterable[Request], error: EnginePoolError) -> None:
         """End requests. Their callers raise `error`."""
@@ -248,6 +251,4 @@ class Dispatch:
             self.fail(self.take_waiting(), self.failure(None))
         for engine in self.engines:
             if not self.will_be_served(engine.index):
-                outside = self.queue_limit.take_pinned_to(engine.index)
-                inside = self.queue.take_pinned_to(engine.index)
-                self.fail(outside + inside, self.failure(engine.index))
+                self.fail(self.take_waiting(engine.index), self.failure(engine.index))

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from itertools import chain, islice
 
 from enginepool.dispatch import routing
+from enginepool.dispatch.condition import EngineCondition
 from enginepool.dispatch.request import Request
 
 # How many of the oldest requests routing looks at for prefix affinity, at least.
@@ -31,7 +32,7 @@ class RequestQueue:
         self._pinned: dict[int, dict[str, Request]] = {}
         self._alone: dict[str, Request] = {}
         self._reserved: dict[str, int] = {}  # the engine that will run one of `_alone`
-        self._engines: dict[int, tuple[Callable[[], int], Callable[[], None]]] = {}
+        self._engines: dict[int, tuple[EngineCondition, Callable[[], int], Callable[[], None]]] = {}
         self._arrival = threading.Condition()
         self._moving = 0
         self.on_taken: Callable[[], None] | None = None
@@ -46,15 +47,22 @@ class RequestQueue:
     def _groups(self) -> list[dict[str, Request]]:
         return [self._alone, self._resumed, self._fresh, *self._pinned.values()]
 
-    def attach(self, engine_index: int, load: Callable[[], int], wake: Callable[[], None]) -> None:
+    def attach(
+        self,
+        engine_index: int,
+        condition: EngineCondition,
+        load: Callable[[], int],
+        wake: Callable[[], None],
+    ) -> None:
         """Register a serving engine. The engine must call `take` right after.
 
         Args:
+            condition: Says whether the engine takes requests now.
             load: Says how many requests the engine holds.
             wake: Wakes the engine.
         """
         with self._lock:
-            self._engines[engine_index] = (load, wake)
+            self._engines[engine_index] = (condition, load, wake)
             # A request in `_alone` may have failed on all other engines. Then only this engine may
             # run it, and a reservation of another engine would prevent that.
             self._reserved.clear()
@@ -65,18 +73,15 @@ class RequestQueue:
             self._engines.pop(engine_index, None)
             self._drop_reservations(engine_index)
 
-    def unreserve(self, engine_index: int) -> None:
-        """Let other engines run the requests that this one was to run alone. It takes no step."""
+    def paused(self, engine_index: int) -> None:
+        """Let other engines run what this one would have run. It takes no step."""
         with self._lock:
-            dropped = self._drop_reservations(engine_index)
-        if dropped:
-            self.wake_all()
+            self._drop_reservations(engine_index)
+        self.wake_all()
 
-    def _drop_reservations(self, engine_index: int) -> bool:
-        """Returns whether there were any."""
-        reserved = self._reserved
-        self._reserved = {key: by for key, by in reserved.items() if by != engine_index}
-        return len(self._reserved) < len(reserved)
+    def _drop_reservations(self, engine_index: int) -> None:
+        reserved = self._reserved.items()
+        self._reserved = {key: by for key, by in reserved if by != engine_index}
 
     def take_pinned_to(self, engine_index: int) -> list[Request]:
         """Remove and return the requests that only this engine may run."""
@@ -113,6 +118,7 @@ class RequestQueue:
             requests = [request for group in groups for request in group.values()]
             for group in groups:
                 group.clear()
+        self._notify_taken(requests)
         return requests
 
     @contextmanager
@@ -141,7 +147,7 @@ class RequestQueue:
 
     def wake_all(self) -> None:
         with self._lock:
-            wakes = [wake for _, wake in self._engines.values()]
+            wakes = [wake for *_, wake in self._engines.values()]
         for wake in wakes:
             wake()
 
@@ -235,12 +241,13 @@ class RequestQueue:
         order = chain(pinned.values(), (r for r in free if self._may_run(r, engine_index)))
         able = (r for r in order if (r.begun or not begun) and may_start(r))
         window = list(islice(able, max(WINDOW, 2 * room)))
-        loads = [load if i == engine_index else other() for i, (other, _) in self._engines.items()]
+        others = [engine for i, engine in self._engines.items() if i != engine_index]
+        loads = [held() for condition, held, _ in others if condition.takes(begun=begun)]
         chosen = routing.choose(
             [request.candidate for request in window],
             waiting=waiting,
             load=load,
-            loads=loads,
+            loads=[load, *loads],
             room=room,
             cached=lambda i: cached(window[i]),
         )

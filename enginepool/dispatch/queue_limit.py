@@ -69,6 +69,7 @@ class QueueLimit:
                 if any(request.pinned_to == engine_index for request in call.requests)
             ]
             self._outside = deque(call for call in self._outside if call not in calls)
+        self.let_in()  # a call behind them may fit
         return [request for call in calls for request in call.requests]
 
     def _fits(self, call: Call) -> bool:

@@ -175,7 +175,7 @@ class Request:
 
 def _extend(spans: list[list[Any]], given: int, count: int, version: int | str) -> None:
     """Extend an output's spans [start, end, version] to `count` tokens, with this version. The
-    first `given` tokens came with the request. The last of them may have no span."""
+    first `given` tokens came with the request, and their spans may end before the last of them."""
     while spans and spans[-1][0] >= count:
         spans.pop()
     end = spans[-1][1] if spans else 0

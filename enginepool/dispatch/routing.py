@@ -58,7 +58,7 @@ def choose(
         window: The oldest waiting requests, oldest first.
         waiting: How many requests wait, the window included.
         load: How many requests the asking engine holds.
-        loads: How many requests each serving engine holds, the asking engine included.
+        loads: How many requests each engine holds that takes some now, the asking engine included.
         room: How many more requests the asking engine can run.
         cached: Called with an index into the window, once for each prefix. Says how many of that
             prompt's first tokens the asking engine's prefix cache has.

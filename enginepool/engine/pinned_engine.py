@@ -96,19 +96,22 @@ class PinnedEngine:
         self.condition.change(EngineState.SERVING)
         self.channel.open()
         if self.condition.serving:
-            self.queue.attach(self.index, self.channel.load, self.channel.wake)
+            self._attach()
 
     def load(self) -> None:
         """As a job: record that the engine has weights again, and let it take requests."""
         if self.condition.weights.missing is not None:
             self.condition.weights.missing = None
             self.condition.change(EngineState.SERVING)
-            self.queue.attach(self.index, self.channel.load, self.channel.wake)
+            self._attach()
+
+    def _attach(self) -> None:
+        self.queue.attach(self.index, self.condition, self.channel.load, self.channel.wake)
 
     def pause(self, reason: PauseReason) -> None:
         """As a job: the engine takes no step until `go_on`."""
         self.condition.pause(reason)
-        self.queue.unreserve(self.index)
+        self.queue.paused(self.index)
 
     def go_on(self, reason: PauseReason) -> None:
         """As a job: drop this reason to pause. Others may be left."""

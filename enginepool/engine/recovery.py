@@ -209,11 +209,14 @@ class Recovery:
         self._times[engine.index] = [at for at in times if at > since] + [now]
         return len(self._times[engine.index])
 
-    def readmit(self, engine: PinnedEngine, decision: Decision, seconds: float) -> bool:
+    def readmit(self, engine: PinnedEngine, decision: Decision, seconds: float) -> None:
+        """Let an engine serve again, once no other call changes the pool.
+
+        Raises:
+            PoolClosed: The pool was closed.
+        """
         made = time.perf_counter()
         with self._steering.hold("recovery"):
-            if self._dispatch.closed:
-                return False
             # These weights are in place now. Nobody else reads `kept` without the steering lock.
             engine.kept = {}
             self._bring_up_to_date(engine)
@@ -233,7 +236,6 @@ class Recovery:
             seconds=seconds,
             attempt=decision.attempt,
         )
-        return True
 
     def _bring_up_to_date(self, engine: PinnedEngine) -> None:
         """Give the engine the current weights and the pool's pause reasons. The caller holds the

@@ -21,7 +21,7 @@ from enginepool.engine.executable_cache import ExecutableCache
 from enginepool.engine.jobs import EngineBroken, StopEngine
 from enginepool.engine.pinned_engine import PinnedEngine
 from enginepool.engine.recovery import Recovery
-from enginepool.errors import StepTimeout
+from enginepool.errors import PoolClosed, StepTimeout
 from enginepool.logs import take_traceback
 from enginepool.lora.adapter import Adapters
 
@@ -179,7 +179,10 @@ class EngineWorker(PinnedEngine):
             try:
                 started = time.perf_counter()
                 self._reset_or_rebuild(decision)
-                return self._recovery.readmit(self, decision, time.perf_counter() - started)
+                self._recovery.readmit(self, decision, time.perf_counter() - started)
+                return True
+            except PoolClosed:
+                return False
             except Exception as cause:
                 condition = self.condition
                 reason = f"{condition.reason}; then {condition.state.value} failed: {cause!r}"

@@ -138,7 +138,7 @@ class EnginePool(GenerateCalls, ChatCalls, ScoreCalls, SteeringCalls, WeightCall
         serving = len(runtime.dispatch.serving())
         return (
             f"<EnginePool {self.name!r} [{serving} of {len(runtime.workers)} "
-            f"engines serving | {running} running, {len(runtime.dispatch.queue)} waiting]>"
+            f"engines serving | {running} running, {runtime.dispatch.waiting} waiting]>"
         )
 
     # Opening and closing

@@ -131,6 +131,7 @@ class WeightCalls(CallGroup):
         Raises:
             EnginesDiffer: Engines have different weights.
             NoWeights: An engine has none.
+            WeightUpdateFailed: All engines have failed and will come back.
         """
         return weight_inspection.checksum(self.runtime)
 

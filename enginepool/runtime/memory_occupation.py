@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from enginepool.engine.worker import EngineWorker
-from enginepool.errors import InvalidRequest
+from enginepool.errors import EnginePoolError, InvalidRequest
 from enginepool.runtime.quiesce import StoppedEngines, quiesced
 from enginepool.runtime.runtime import Runtime
 
@@ -34,7 +34,13 @@ def resume_kv_cache(runtime: Runtime) -> int:
     """See `EnginePool.resume_memory_occupation`."""
 
     def rebuild(worker: EngineWorker) -> int:
-        made = worker.scheduler.kv_cache.rebuild()
+        try:
+            made = worker.scheduler.kv_cache.rebuild()
+        except Exception as error:
+            raise EnginePoolError(
+                f"engine {worker.index} could not allocate its KV cache again: {error}; free "
+                "memory on its device and call resume_memory_occupation() again"
+            ) from error
         worker.go_on("kv_cache")
         return made
 

@@ -39,23 +39,26 @@ def pause(runtime: Runtime, mode: str, engine_index: int | None = None) -> None:
                 give_back(worker.channel.retract())
 
         runtime.on_engines(stop, engine_index)
-        if mode == "abort" and engine_index is None:
+        if mode == "abort":
             dispatch.queue.wait_for_arrival()  # an engine may have failed meanwhile
-            end(dispatch.take_waiting())
+            end(dispatch.take_waiting(engine_index))
 
 
 def resume(runtime: Runtime, engine_index: int | None = None) -> None:
-    """Let paused engines go on."""
+    """Let paused engines go on (all, or one)."""
 
     def go_on(worker: EngineWorker) -> None:
         worker.go_on("paused")
 
+    desired = runtime.desired
     with runtime.steering.hold("continue_generation()"):
+        if "paused" in desired.pause_reasons:  # from here on, each engine by itself
+            desired.pause_reasons.discard("paused")
+            desired.paused_engines.update(worker.index for worker in runtime.workers)
         if engine_index is None:
-            runtime.desired.pause_reasons.discard("paused")
-            runtime.desired.paused_engines.clear()
+            desired.paused_engines.clear()
         else:
-            runtime.desired.paused_engines.discard(engine_index)
+            desired.paused_engines.discard(engine_index)
         runtime.on_engines(go_on, engine_index)
 
 

@@ -16,7 +16,7 @@ from enginepool.dispatch.request import Request, aborted
 from enginepool.engine.jobs import EngineStopped
 from enginepool.engine.single_stepping import one_step_at_a_time
 from enginepool.engine.worker import EngineWorker
-from enginepool.errors import EnginePoolError, InvalidRequest, PoolClosed, WeightUpdateFailed
+from enginepool.errors import InvalidRequest
 from enginepool.runtime.runtime import Runtime
 
 SwapMode = Literal["drain", "retract", "abort", "in_place"]
@@ -59,31 +59,17 @@ class StoppedEngines:
         if len(self.workers) < before:
             self.runtime.dispatch.queue.wait_for_arrival()
         if self.runtime.closed:
-            raise PoolClosed(f"pool {self.runtime.name!r} was closed")
+            raise self.runtime.failure()
         if failures:
             raise failures[0]
         if not self.workers and (futures or not self.runtime.reachable()):
-            raise self._failure([worker for worker, _ in futures])
+            raise self.runtime.failure([worker for worker, _ in futures])
         return results
 
     def able(self) -> list[int]:
         """The indices of the engines that take requests until they stop. Any thread."""
         conditions = [(worker.index, worker.condition) for worker in tuple(self.workers)]
         return [index for index, one in conditions if one.reachable and one.may_step]
-
-    def _failure(self, failed: Sequence[EngineWorker]) -> EnginePoolError:
-        """The error to raise if all these engines have failed, or if there was none. Other engines
-        may serve."""
-        failed = failed or [w for w in self.runtime.workers if w.condition.recovering]
-        coming_back = any(worker.condition.recovering for worker in failed)
-        if not coming_back and not self.runtime.reachable():
-            return self.runtime.dispatch.failure()
-        listed = "; ".join(f"engine {each.index}: {each.condition.reason}" for each in failed)
-        return WeightUpdateFailed(
-            f"engines have failed ({listed}); those that come back get the weights that the "
-            "pool has; try again",
-            engine_index=failed[0].index,
-        )
 
 
 @contextmanager
@@ -94,9 +80,9 @@ def quiesced(
 
     Args:
         mode: What happens to running requests. "drain": they finish first. "retract": they go
-            back to the queue with the tokens that they have. Each first gains at least one token
-            since it was last retracted. "abort": they end with the tokens that they have.
-            "in_place": they stay.
+            back to the queue with the tokens that they have. An engine stops only when each has
+            gained a token since it was last retracted. "abort": they end with the tokens that they
+            have. "in_place": they stay.
 
     Raises:
         PoolClosed: The pool was closed meanwhile.

@@ -26,7 +26,7 @@ from enginepool.engine.jobs import EngineStopped
 from enginepool.engine.recovery import Recovery
 from enginepool.engine.start_stages import StartStages
 from enginepool.engine.worker import EngineWorker
-from enginepool.errors import PoolClosed
+from enginepool.errors import EnginePoolError, PoolClosed, WeightUpdateFailed
 from enginepool.logs import logger
 from enginepool.lora.adapter import Adapters
 from enginepool.process.quiet import quiet_logger
@@ -199,6 +199,7 @@ class Runtime:
         deadline = None if timeout is None else time.monotonic() + timeout
         with self.dispatch.lock:
             self.dispatch.closed = True
+        self.steering.close(str(self.failure()))
         if not self._closing.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
             return False  # another thread is still closing the pool
         try:
@@ -207,7 +208,7 @@ class Runtime:
             self._closing.release()
 
     def _close(self, deadline: float | None) -> bool:
-        error = PoolClosed(f"pool {self.name!r} was closed")
+        error = self.failure()
         self.discard_staged(str(error))
         self.swap_programs.stop(0.0)
         dispatch = self.dispatch
@@ -247,7 +248,7 @@ class Runtime:
         """
         self._discard_staged = discard
         if self.closed:
-            self.discard_staged(f"pool {self.name!r} was closed")
+            self.discard_staged(str(self.failure()))
 
     def discard_staged(self, why: str) -> None:
         discard, self._discard_staged = self._discard_staged, None
@@ -259,6 +260,25 @@ class Runtime:
     def reachable(self) -> list[EngineWorker]:
         """Engines whose loops run, including those without weights."""
         return [worker for worker in self.workers if worker.condition.reachable]
+
+    def failure(self, failed: Sequence[EngineWorker] = ()) -> EnginePoolError:
+        """The error to raise if the pool was closed, or if these engines have failed.
+
+        Args:
+            failed: Engines that have failed. Others may serve. Empty: no engine's loop runs.
+        """
+        if self.closed:
+            return PoolClosed(f"pool {self.name!r} was closed")
+        failed = failed or [worker for worker in self.workers if worker.condition.recovering]
+        coming_back = any(worker.condition.recovering for worker in failed)
+        if not failed or not (coming_back or self.reachable()):
+            return self.dispatch.failure()
+        listed = "; ".join(f"engine {each.index}: {each.condition.reason}" for each in failed)
+        return WeightUpdateFailed(
+            f"engines have failed ({listed}); those that come back get the weights that the pool "
+            "has; try again",
+            engine_index=failed[0].index,
+        )
 
     def on_engines(
         self, job: Callable[[EngineWorker], T], engine_index: int | None = None

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 
 from enginepool.engine.jobs import EngineStopped
 from enginepool.engine.worker import EngineWorker
-from enginepool.errors import PoolClosed, WeightUpdateFailed
 from enginepool.runtime.runtime import Runtime
 
 
@@ -26,25 +25,13 @@ def updating(runtime: Runtime, call: str) -> Iterator[list[EngineWorker]]:
     """
     with runtime.steering.hold(call), runtime.cache.sharing():
         workers = runtime.reachable()
-        coming_back = [worker for worker in runtime.workers if worker.condition.recovering]
-        if not workers and coming_back and not runtime.closed:
-            raise WeightUpdateFailed(
-                "every engine has failed and is being brought back, with the weights that the "
-                "pool has; nothing was touched, try again",
-                engine_index=coming_back[0].index,
-            )
-        if runtime.closed or not workers:
-            raise runtime.dispatch.failure()
+        if not workers:
+            raise runtime.failure()
         try:
             yield workers
         except EngineStopped as error:
-            if runtime.closed:
-                raise PoolClosed(f"pool {runtime.name!r} was closed") from error
-            raise WeightUpdateFailed(
-                f"an engine failed during {call}: {error}; it comes back with the weights that the "
-                "pool has, try again",
-                engine_index=workers[0].index,
-            ) from error
+            failed = [worker for worker in workers if not worker.condition.reachable]
+            raise runtime.failure(failed) from error
 
 
 @contextmanager
@@ -54,17 +41,11 @@ def reading(runtime: Runtime, lead: EngineWorker) -> Iterator[None]:
 
     Raises:
         WeightUpdateFailed: The first engine has failed.
-        PoolClosed: The pool was closed.
+        PoolClosed, PoolFailed: No engine is left.
     """
     try:
         yield
     except Exception as error:
-        if runtime.closed:
-            raise PoolClosed(f"pool {runtime.name!r} was closed") from error
-        if lead.condition.reachable:
-            raise
-        raise WeightUpdateFailed(
-            f"engine {lead.index} failed ({lead.condition.reason}) while the source was read; "
-            "nothing was touched, try again",
-            engine_index=lead.index,
-        ) from error
+        if runtime.closed or not lead.condition.reachable:
+            raise runtime.failure([lead]) from error
+        raise

@@ -18,7 +18,6 @@ from enginepool.weights.plan import Plan
 
 if TYPE_CHECKING:
     from enginepool.engine.worker import EngineWorker
-    from enginepool.weights.leaves import EngineLeaves
 
 
 def checksum(runtime: Runtime) -> str:
@@ -46,15 +45,18 @@ def quick_checksum(runtime: Runtime) -> float:
     return _outside_updates(runtime, "quick_checksum()", read)
 
 
+class _UnderWay(Exception):
+    """An update replaces the engines' weights."""
+
+
 def _outside_updates[T](runtime: Runtime, call: str, read: Callable[[], T]) -> T:
-    """Read the engines' weights. If they differ, or if some are missing, an update may be under
-    way. Then wait for its end and read them again."""
+    """Read the engines' weights. If an update replaces them, or if they differ or are missing, wait
+    for the end of the update, and read them then."""
     steering = runtime.steering
-    try:
+    if steering.inside() is not None:  # this is the update's own thread
         return read()
-    except (EnginesDiffer, NoWeights):
-        if steering.inside() is not None:  # this is the update's own thread
-            raise
+    with suppress(_UnderWay, EnginesDiffer, NoWeights):
+        return read()
     with steering.hold(call):
         return read()
 
@@ -66,7 +68,7 @@ def swap_fingerprints(
     that has the weights, by engine index.
 
     Raises:
-        PoolFailed, PoolClosed: Every engine has failed since.
+        WeightUpdateFailed, PoolFailed, PoolClosed: Every engine has failed since.
     """
     while swapped:
         lead = swapped[0]
@@ -85,66 +87,76 @@ def swap_fingerprints(
             if readable == swapped:
                 raise
             swapped = readable
-    raise runtime.dispatch.failure()
+    raise runtime.failure()
 
 
 def noise(runtime: Runtime, seed: int, scale: float, num_leaves: int) -> dict[str, jax.Array]:
     """The first leaves with noise added; see `EnginePool.perturb_weights`."""
     if num_leaves < 1:
         raise InvalidRequest(f"num_leaves={num_leaves}: expected at least 1")
-    leaves = next(iter(_weights(runtime).values()))
-    key = jax.random.key(seed)
-    changed = {}
-    for index, path in enumerate(list(leaves.source_specs)[:num_leaves]):
-        spec = leaves.source_specs[path]
-        # On the host, so that the result is the same for every device and sharding.
-        drawn = np.asarray(jax.random.normal(jax.random.fold_in(key, index), spec.shape))
-        host = leaves.on_host(path)
-        changed[path] = (host.astype(np.float32) + drawn * scale).astype(spec.dtype)
-    return changed
+
+    def read() -> dict[str, jax.Array]:
+        worker, arrays = _of_one(runtime)
+        leaves, key = worker.leaves, jax.random.key(seed)
+        changed = {}
+        for index, path in enumerate(list(leaves.source_specs)[:num_leaves]):
+            spec = leaves.source_specs[path]
+            # On the host, so that the result is the same for every device and sharding.
+            drawn = np.asarray(jax.random.normal(jax.random.fold_in(key, index), spec.shape))
+            host = leaves.on_host(path, arrays)
+            changed[path] = (host.astype(np.float32) + drawn * scale).astype(spec.dtype)
+        return changed
+
+    return _outside_updates(runtime, "perturb_weights()", read)
 
 
 def by_name(runtime: Runtime, name: str, truncate_size: int) -> list[Any]:
     """See `EnginePool.get_weights_by_name`."""
-    index, leaves = next(iter(_weights(runtime).items()))
-    mapping = runtime.workers[index].scheduler.hugging_face
-    path = mapping.paths.get(name, name)
-    if path not in leaves.specs and path not in leaves.source_specs:
-        raise InvalidRequest(f"{name}: neither a Hugging Face name nor a leaf of this model")
-    array = leaves.on_host(path)
-    if name in mapping.paths:
-        if len(group := mapping.names[path]) > 1:  # stacked experts
-            array = array[group.index(name)]
-        if mapping.turned(path):
-            array = array.swapaxes(-1, -2)
-    return array[:truncate_size].astype(np.float32).tolist()
+
+    def read() -> list[Any]:
+        worker, arrays = _of_one(runtime)
+        mapping, leaves = worker.scheduler.hugging_face, worker.leaves
+        path = mapping.paths.get(name, name)
+        if path not in leaves.specs and path not in leaves.source_specs:
+            raise InvalidRequest(f"{name}: neither a Hugging Face name nor a leaf of this model")
+        array = leaves.on_host(path, arrays)
+        if name in mapping.paths:
+            if len(group := mapping.names[path]) > 1:  # stacked experts
+                array = array[group.index(name)]
+            if mapping.turned(path):
+                array = array.swapaxes(-1, -2)
+        return array[:truncate_size].astype(np.float32).tolist()
+
+    return _outside_updates(runtime, "get_weights_by_name()", read)
 
 
-def _weights(runtime: Runtime) -> dict[int, EngineLeaves]:
-    workers = runtime.reachable()
-    if not workers:
-        raise runtime.dispatch.failure()
-    weights = {worker.index: worker.leaves for worker in workers}
-    for index, leaves in weights.items():
-        if leaves.lost():
-            raise _no_weights(runtime, index)
-    return weights
+def _of_one(runtime: Runtime) -> tuple[EngineWorker, dict[str, jax.Array]]:
+    """The first engine whose loop runs, and its leaves."""
+    index, arrays = next(iter(_arrays(runtime).items()))
+    return runtime.workers[index], arrays
 
 
 def _arrays(runtime: Runtime) -> dict[int, dict[str, jax.Array]]:
-    """The leaves of every engine. They stay as they are, also if an update drops some meanwhile."""
+    """The leaves of every engine. They stay as they are, also if an update drops some meanwhile.
+
+    Raises:
+        NoWeights: An engine has none.
+        PoolClosed, PoolFailed, WeightUpdateFailed: No engine's loop runs.
+    """
+    update, workers = runtime.desired.update, runtime.reachable()
+    if not workers:
+        raise runtime.failure()
     arrays: dict[int, dict[str, jax.Array]] = {}
-    for index, leaves in _weights(runtime).items():
+    for worker in workers:
         with suppress(LookupError):  # the engine is taken apart at this moment
-            arrays[index] = dict(leaves)
-        if index not in arrays or lost(arrays[index]):
-            raise _no_weights(runtime, index)
+            arrays[worker.index] = dict(worker.leaves)
+        if worker.index not in arrays or lost(arrays[worker.index]):
+            reason = worker.condition.reason
+            raise NoWeights(f"engine {worker.index} has no weights: {reason}")
+    swapping = any("swap" in worker.condition.pause_reasons for worker in workers)
+    if runtime.steering.inside() is None and (swapping or runtime.desired.update != update):
+        raise _UnderWay  # some of these leaves may be old and some new
     return arrays
-
-
-def _no_weights(runtime: Runtime, index: int) -> NoWeights:
-    reason = runtime.workers[index].condition.reason
-    return NoWeights(f"engine {index} has no weights: {reason}")
 
 
 def _one(sums: dict[int, Any]) -> Any:

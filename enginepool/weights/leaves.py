@@ -88,13 +88,17 @@ class EngineLeaves(Mapping[str, jax.Array]):
     def __len__(self) -> int:
         return len(self.specs)
 
-    def on_host(self, path: str) -> np.ndarray:
+    def on_host(self, path: str, arrays: Mapping[str, jax.Array]) -> np.ndarray:
         """A leaf, by its path here or in `source_specs`. A quantized matrix comes as the floats
-        that its integers and scales stand for."""
+        that its integers and scales stand for.
+
+        Args:
+            arrays: All leaves, as they were at some moment.
+        """
         quantizers = {} if self.quantization is None else self.quantization.of
         if path in quantizers:
-            return quantizers[path].matrix(self)
-        return np.asarray(self[path])
+            return quantizers[path].matrix(arrays)
+        return np.asarray(arrays[path])
 
     def count(self) -> int:
         """The number of leaves that programs get, with a quantized model's placeholders."""

@@ -1,9 +1,11 @@
 """The queue that engines pull from."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
+from enginepool.dispatch.condition import EngineCondition
 from enginepool.dispatch.queue import RequestQueue
 from enginepool.dispatch.request import Call, Request
 from enginepool.dispatch.routing import MIN_SHARED_PREFIX
@@ -19,7 +21,8 @@ def attach(queue: RequestQueue, *loads: int) -> list[int]:
     which grows."""
     woken: list[int] = []
     for engine, load in enumerate(loads):
-        queue.attach(engine, lambda load=load: load, lambda engine=engine: woken.append(engine))
+        wake = partial(woken.append, engine)
+        queue.attach(engine, EngineCondition(), lambda load=load: load, wake)
     return woken
 
 
@@ -84,6 +87,26 @@ def test_an_engine_that_holds_more_than_its_share_gets_nothing(queue: RequestQue
     assert len(take(queue, engine=1)) == 4
 
 
+def test_engines_that_take_nothing_have_no_share(queue: RequestQueue):
+    """The engine that asks takes all that wait, beside an engine that is paused or drains. Engines
+    that drain share what has begun."""
+    attach(queue, 0)
+    other = EngineCondition()
+    queue.attach(1, other, lambda: 1, lambda: None)
+    other.pause("paused")
+    queue.put(make(2))
+    assert len(take(queue, load=2)) == 2
+    other.go_on("paused")
+    other.draining = True
+    queue.put(make(2))
+    assert len(take(queue, load=2)) == 2
+    begun = make(4)
+    for request in begun:
+        request.output_ids = [7]
+    queue.put(begun, resumed=True)
+    assert len(queue.take(0, load=2, room=9, cached=lambda _: 0, begun=True)) == 2
+
+
 def test_an_engine_without_room_gets_nothing(queue: RequestQueue):
     """The requests that it might have taken stay in their order."""
     attach(queue, 0)
@@ -141,7 +164,7 @@ def test_engine_that_comes_back_gets_a_suspect_that_failed_on_the_others(queue: 
     suspect.faults.reasons = {0: "failed", 1: "failed"}
     queue.put([suspect])
     assert take(queue, engine=0, load=1) == []
-    queue.attach(2, lambda: 0, lambda: None)
+    queue.attach(2, EngineCondition(), lambda: 0, lambda: None)
     assert take(queue, engine=0) == take(queue, engine=1) == []
     assert take(queue, engine=2) == [suspect]
 

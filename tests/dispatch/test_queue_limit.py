@@ -1,12 +1,13 @@
 """How many requests may wait, and what happens to calls beyond that."""
 
+from collections.abc import Callable
 from threading import Thread
 
 import pytest
 
 from enginepool import QueueFull
 from enginepool.config import PoolConfig
-from enginepool.dispatch.condition import DesiredState
+from enginepool.dispatch.condition import DesiredState, EngineCondition
 from enginepool.dispatch.dispatch import Dispatch
 from enginepool.dispatch.queue import RequestQueue
 from enginepool.dispatch.queue_limit import QueueLimit, WhenFull
@@ -25,7 +26,7 @@ def make_call(count: int) -> Call:
 
 def limited(limit: int | None, when_full: WhenFull = "block") -> tuple[RequestQueue, QueueLimit]:
     queue = RequestQueue()
-    queue.attach(0, lambda: 0, lambda: None)
+    queue.attach(0, EngineCondition(), lambda: 0, lambda: None)
     return queue, QueueLimit(queue, limit, when_full)
 
 
@@ -99,7 +100,7 @@ class TakenMeanwhile(RequestQueue):
 def test_the_last_request_is_taken_while_a_call_finds_the_queue_full() -> None:
     """Nothing else will leave the queue, so this is the call's only chance to enter."""
     queue = TakenMeanwhile()
-    queue.attach(0, lambda: 0, lambda: None)
+    queue.attach(0, EngineCondition(), lambda: 0, lambda: None)
     gate = QueueLimit(queue, 1, "block")
     first, second = make_call(1), make_call(1)
     gate.enter(first)
@@ -108,6 +109,41 @@ def test_the_last_request_is_taken_while_a_call_finds_the_queue_full() -> None:
     engine.join(SECONDS)
     assert take(queue, 1) == second.requests
     assert len(gate) == 0
+
+
+class FullWhileDrained(RequestQueue):
+    """A call finds the queue full, just before all requests are taken out."""
+
+    then: Callable[[], None]
+
+    def drain(self) -> list[Request]:
+        self.then()
+        return super().drain()
+
+
+def test_the_queue_is_drained_while_a_call_finds_it_full() -> None:
+    """The call enters. Nothing else will leave the queue."""
+    queue = FullWhileDrained()
+    queue.attach(0, EngineCondition(), lambda: 0, lambda: None)
+    dispatch = Dispatch("pool", PoolConfig("toy"), DesiredState(), SteeringLock())
+    dispatch.queue, dispatch.queue_limit = queue, QueueLimit(queue, 1, "block")
+    first, second = make_call(1), make_call(1)
+    dispatch.queue_limit.enter(first)
+    queue.then = lambda: dispatch.queue_limit.enter(second)
+    assert dispatch.take_waiting() == first.requests
+    assert take(queue, 1) == second.requests
+
+
+def test_a_call_behind_one_that_is_taken_out_enters() -> None:
+    """The call before it was for one engine, which is out, and was too large for the queue."""
+    queue, gate = limited(2)
+    first, large, last = make_call(1), make_call(2), make_call(1)
+    for request in large.requests:
+        request.pinned_to = 1
+    for call in (first, large, last):
+        gate.enter(call)
+    assert gate.take_pinned_to(1) == large.requests
+    assert take(queue, 2) == [*first.requests, *last.requests]
 
 
 def test_in_a_pool(make_pool: MakePool) -> None:
@@ -121,6 +157,7 @@ def test_in_a_pool(make_pool: MakePool) -> None:
                 for _ in range(3)
             ]
             until(lambda: waiting(pool) == 6)
+            assert "6 waiting" in repr(pool)
             (late,) = pool.generate_all(input_ids=[[65]], sampling_params=params, timeout=0.2)
             assert late["meta_info"]["finish_reason"]["err_type"] == "timeout"
         for call in calls:

@@ -10,6 +10,7 @@ import pytest
 
 from enginepool import EnginePool, EnginePoolError, InvalidRequest
 from tests.pool.test_generation import params
+from tests.support.liveness import SECONDS, until, waiting
 
 
 @pytest.fixture(params=[0, 1])
@@ -151,6 +152,26 @@ def test_pause_holds_its_engine_alone(scripted: EnginePool, mode: str):
     assert places(results) == {1}
     assert [result["text"] for result in results] == ["bcdef"] * 6
     assert scripted.stats()["engines"][0]["state"] == "serving"
+
+
+def test_pause_that_aborts_ends_what_waits_for_its_engine(scripted: EnginePool):
+    """Requests of the pool itself go on with the other engine."""
+    first, second = scripted.engines
+    first.pause_generation("in_place")
+    try:
+        with anyio.from_thread.start_blocking_portal() as portal:
+            pinned = portal.start_task_soon(first.async_generate, "0", params(5)[0])
+            until(lambda: waiting(scripted) == 1)
+            second.pause_generation("in_place")
+            free = portal.start_task_soon(scripted.async_generate, "a", params(5)[0])
+            until(lambda: waiting(scripted) == 2)
+            first.pause_generation("abort")
+            assert pinned.result(SECONDS)["meta_info"]["finish_reason"]["type"] == "abort"
+            assert not free.done()
+            second.continue_generation()
+            assert free.result(SECONDS)["text"] == "bcdef"
+    finally:
+        scripted.continue_generation()
 
 
 def test_one_engine_goes_on_in_a_paused_pool(scripted: EnginePool):

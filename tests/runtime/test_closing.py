@@ -17,7 +17,7 @@ from typing import Any
 import anyio
 import pytest
 
-from enginepool import EnginePool, PoolClosed
+from enginepool import EnginePool, InvalidWeights, PoolClosed
 from enginepool.engine.build import Assembly
 from tests.lora.conftest import LORA
 from tests.process.test_faults import SCRIPT
@@ -179,6 +179,35 @@ def test_while_an_engine_is_stuck(make: Callable[..., EnginePool], step_timeout:
         until(lambda: threads(pool) == [f"{pool.name}-engine-1"])
         hang.set()
         until(lambda: not threads(pool))
+
+
+def test_while_calls_wait_for_an_update(make: Callable[..., EnginePool]) -> None:
+    """The update waits for its source, which gives no tensor. Calls that change the pool wait for
+    the update. They get the error, and an engine's own call does not keep `close` from ending."""
+    pool = make()
+    begun, go_on = threading.Event(), threading.Event()
+
+    def source() -> Iterator[Any]:
+        begun.set()
+        assert go_on.wait(SECONDS)
+        yield from ()
+
+    with callers() as executor:
+        try:
+            update = executor.submit(pool.update_weights, source())
+            assert begun.wait(SECONDS)
+            calls = [
+                executor.submit(pool.engines[0].pause_generation),
+                executor.submit(pool.flush_cache),
+            ]
+            until(lambda: any(name.endswith("portal") for name in threads(pool)))
+            closed_in_time(pool)
+            assert_pool_closed_for(calls)
+        finally:
+            go_on.set()
+        with pytest.raises(InvalidWeights):  # its source had nothing
+            update.result(MOST)
+    assert threads(pool) == []
 
 
 def test_second_close_has_its_own_deadline(make: Callable[..., EnginePool]) -> None:

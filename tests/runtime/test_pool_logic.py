@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +22,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from enginepool.config import PoolConfig
-from enginepool.dispatch.condition import EngineState
+from enginepool.dispatch.condition import EngineCondition, EngineState
 from enginepool.dispatch.queue import RequestQueue
 from enginepool.dispatch.request import Call, Request
 from enginepool.dispatch.routing import MIN_SHARED_PREFIX
@@ -725,7 +726,7 @@ def test_a_suspect_goes_to_another_engine_if_the_reserved_one_leaves() -> None:
     """The reservation ends with the engine."""
     queue, request = RequestQueue(), suspect()
     for engine in (0, 1):
-        queue.attach(engine, lambda: 0, lambda: None)
+        queue.attach(engine, EngineCondition(), lambda: 0, lambda: None)
     queue.put([request])
     assert take(queue, 0, load=1) == []
     assert take(queue, 1, load=0) == []
@@ -739,7 +740,7 @@ def test_a_suspect_goes_to_another_engine_if_the_reserved_one_is_paused() -> Non
     queue, request, woken = runtime.dispatch.queue, suspect(), list[int]()
     workers = [ScriptedWorker(index, runtime) for index in (0, 1)]
     for index in (0, 1):
-        queue.attach(index, lambda: 0, lambda index=index: woken.append(index))
+        queue.attach(index, EngineCondition(), lambda: 0, partial(woken.append, index))
     queue.put([request])
     assert take(queue, 0, load=1) == []
     woken.clear()

@@ -22,10 +22,11 @@ from enginepool.engine.jobs import EngineBroken
 from enginepool.engine.kv_cache import KVCache
 from enginepool.engine.recovery import Recovery
 from enginepool.engine.worker import EngineWorker
+from enginepool.runtime import update
 from enginepool.toy.files import read_checkpoint
 from tests.support import faults
 from tests.support.layouts import PROMPTS, leaves, serves
-from tests.support.liveness import SECONDS, callers, paused, until
+from tests.support.liveness import SECONDS, callers, paused, running, until
 from tests.support.pools import SMALL, in_use
 from tests.support.reference import make_random_model
 
@@ -347,6 +348,37 @@ def test_an_engine_is_paused_while_it_is_reset(pool: EnginePool) -> None:
         assert len(call.result(SECONDS)["output_ids"]) == GREEDY["max_new_tokens"]
 
 
+def test_an_engine_that_alone_continues_in_a_paused_pool(pool: EnginePool) -> None:
+    """It continues also after it has failed. The others stay paused."""
+    pool.pause_generation("in_place")
+    try:
+        pool.engines[1].continue_generation()
+        faults.raise_in_step(pool, 1)
+        with callers(1) as executor:
+            call = executor.submit(
+                pool.engines[1].generate, input_ids=PROMPTS[0], sampling_params=GREEDY
+            )
+            try:
+                assert len(call.result(SECONDS)["output_ids"]) == GREEDY["max_new_tokens"]
+            finally:
+                states_then = states(pool)
+                pool.continue_generation()
+    finally:
+        pool.continue_generation()
+    assert states_then == ["paused", "serving", "paused"]
+
+
+def test_memory_for_the_kv_cache_is_not_there_yet(pool: EnginePool) -> None:
+    """The error names the engine, and the call can be repeated."""
+    pool.release_memory_occupation()
+    faults.fail_once(faults.scheduler_of(pool, 1).kv_cache, "rebuild")
+    with pytest.raises(EnginePoolError, match=r"engine 1 could not allocate its KV cache.* again"):
+        pool.resume_memory_occupation()
+    assert states(pool) == ["serving", "paused", "serving"]
+    assert pool.resume_memory_occupation() > 0
+    assert states(pool) == ["serving"] * 3
+
+
 def test_a_kv_cache_that_does_not_come_back(pool: EnginePool, target: Path) -> None:
     """There is no memory for it at the end of an update. That engine recovers at once, with the new
     weights, before it gets a request."""
@@ -413,7 +445,44 @@ def test_a_pause_that_aborts_waits_for_requests_of_a_failed_engine(
     until(lambda: states(pool) == ["serving"] * 3)
 
 
-def test_no_engine_can_be_asked_while_the_only_one_is_reset(alone: EnginePool) -> None:
+def test_the_only_engine_fails_right_after_an_update(
+    alone: EnginePool, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its weights cannot be compared with those that were staged. The error is not that no engine
+    is left: it comes back with the new weights."""
+    apart, go_on = threading.Event(), threading.Event()
+    rebuild, compare = Assembly.rebuild, update.swap_fingerprints
+
+    def late(self: Assembly, **options: bool) -> None:
+        self.take_apart()
+        apart.set()
+        assert go_on.wait(SECONDS)
+        rebuild(self, **options)
+
+    def after_a_failure(*args: Any) -> Any:
+        faults.raise_in_reset(alone, 0)
+        faults.raise_in_step(alone, 0)
+        assert apart.wait(SECONDS)
+        return compare(*args)
+
+    monkeypatch.setattr(Assembly, "rebuild", late)
+    monkeypatch.setattr(update, "swap_fingerprints", after_a_failure)
+    with callers(1) as executor:
+        long = GREEDY | {"max_new_tokens": 400}
+        call = executor.submit(alone.generate, input_ids=PROMPTS[0], sampling_params=long)
+        until(lambda: running(alone) == 1)
+        try:
+            with pytest.raises(WeightUpdateFailed, match=r"engine 0: Fault.* come back"):
+                alone.update_weights(target, mode="retract")
+        finally:
+            go_on.set()
+        assert call.result(SECONDS)["meta_info"]["weight_version"] == 1
+    serves(alone, target)
+
+
+def test_no_engine_can_be_asked_while_the_only_one_is_reset(
+    alone: EnginePool, target: Path
+) -> None:
     """The error says that it comes back, and it does."""
     hanging = faults.hang_in_reset(alone, 0)
     faults.raise_in_step(alone, 0)
@@ -425,6 +494,11 @@ def test_no_engine_can_be_asked_while_the_only_one_is_reset(alone: EnginePool) -
                 alone.release_weights,
                 alone.release_memory_occupation,
                 lambda: alone.pause_generation("drain"),
+                lambda: alone.update_weights(target),
+                alone.checksum,
+                alone.quick_checksum,
+                alone.perturb_weights,
+                lambda: alone.get_weights_by_name("model.norm.weight"),
             ):
                 with pytest.raises(WeightUpdateFailed, match=r"engine 0: Fault.* try again"):
                     change()

@@ -24,7 +24,7 @@ from tests.support.liveness import (
     until,
     waiting,
 )
-from tests.support.pools import in_use, same
+from tests.support.pools import MakePool, in_use, same
 from tests.support.spans import assert_each_span_is_its_versions, assert_spans
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
@@ -380,6 +380,40 @@ def test_a_checksum_waits_for_a_swap(micro: EnginePool, versions: list[Path]) ->
         report = swap.result(SECONDS)
         assert sums[0].result(SECONDS) == report.staged == micro.checksum() != old[0]
         assert sums[1].result(SECONDS) == micro.quick_checksum() != old[1]
+
+
+def test_a_tensor_is_read_while_it_is_replaced(micro: EnginePool, versions: list[Path]) -> None:
+    """The reader waits for the new one."""
+    name = "model.layers.0.mlp.up_proj.weight"
+    old = micro.get_weights_by_name(name)
+    dropped = hang_in_commit(micro, 0, at=2)  # after the first drop
+    with callers(2) as executor:
+        try:
+            swap = executor.submit(micro.update_weights, versions[1], staging="stream")
+            assert dropped.begun.wait(SECONDS)
+            read = executor.submit(micro.get_weights_by_name, name)
+            wait([read], timeout=0.5)  # it ends only if it does not wait
+        finally:
+            dropped.set()
+        swap.result(SECONDS)
+        assert read.result(SECONDS) == micro.get_weights_by_name(name) != old
+
+
+def test_a_checksum_is_of_one_version(make_pool: MakePool, versions: list[Path]) -> None:
+    """The only engine has its new leaves one after the other. All are there when the next is to be
+    dropped, but some are old."""
+    pool = make_pool("qwen3", 1)
+    hang = hang_in_commit(pool, 0, at=3)
+    with callers(2) as executor:
+        try:
+            swap = executor.submit(pool.update_weights, versions[1], staging="stream")
+            assert hang.begun.wait(SECONDS)
+            checksum = executor.submit(pool.checksum)
+            wait([checksum], timeout=0.5)  # it ends only if it does not wait
+        finally:
+            hang.set()
+        assert checksum.result(SECONDS) == swap.result(SECONDS).staged
+    pool.update_weights(versions[0], weight_version=0)
 
 
 def test_a_leaf_is_dropped_while_a_checksum_is_computed(

@@ -42,7 +42,7 @@ def take_steps(scheduler: Any, channel: Channel, record: Record) -> None:
     # Upstream's penalties read only these ids of a tokenizer, and no tokenizer was built.
     scheduler.tokenizer = SimpleNamespace(additional_stop_token_ids=None, eos_token_id=1)
     channel.attach(scheduler)
-    channel.queue.attach(channel.engine_index, channel.load, channel.wake)
+    channel.queue.attach(channel.engine_index, channel.condition, channel.load, channel.wake)
     record.warm = True
     for requests in _waves(scheduler):
         _serve(scheduler, channel, requests)
