@@ -17,11 +17,16 @@ from enginepool.dispatch.thinking import Thinking
 from enginepool.frontend.cancellation import in_thread
 from enginepool.frontend.score_input import prompt_entries
 from enginepool.serve.connections import while_present
-from enginepool.serve.error_replies import Refused, as_refused, error_object, error_reply
+from enginepool.serve.error_replies import (
+    CLIENT_GONE,
+    Refused,
+    as_refused,
+    error_object,
+    error_reply,
+)
 from enginepool.serve.open_exchanges import OpenExchanges
 from enginepool.serve.options import ServeOptions
 from enginepool.serve.record import (
-    CLIENT_GONE,
     ExchangeRecord,
     cut_short,
     outcome_of,
