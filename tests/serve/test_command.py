@@ -289,6 +289,16 @@ def test_admin_of_many_servers(administered: Running, one_sum: EnginePool) -> No
         assert [answer.get("ok", False) for answer in done.values()] == [False, True]
 
 
+def test_a_checksum_from_another_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answer is printed, and a complaint says what is wrong."""
+    reply = httpx.Response(200, json={"ok": True})
+    monkeypatch.setattr(httpx, "request", lambda *_, **__: reply)
+    told = CliRunner().invoke(app, ["admin", "--base-url", "http://other.example", "checksum"])
+    assert told.exit_code == 1
+    assert json.loads(told.stdout) == {"ok": True}
+    assert "no fingerprint" in told.stderr
+
+
 def test_every_address(monkeypatch: pytest.MonkeyPatch) -> None:
     """A headless Service's name has an address for each pod."""
     pods = ["10.0.0.7", "10.0.0.5", "10.0.0.7", "fd00::5"]
