@@ -101,6 +101,14 @@ IGNORED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"separate_reasoning": True}, "--reasoning-parser"),
     (CHAT, {"stream_reasoning": False}, "--reasoning-parser"),
     (CHAT, {"continue_final_message": True}, "the last message is not the assistant's"),
+    (
+        CHAT,
+        {
+            "continue_final_message": True,
+            "messages": [*TURNS, {"role": "assistant", "content": "1", "tool_calls": [CALL]}],
+        },
+        "goes on after content only",
+    ),
     (CHAT, {"response_format": FORMAT | {"type": "text"}}, "of type text with json_schema"),
     (RESPONSES, {"prompt_cache": "x"}, "prompt_cache"),
     (TOKENS, {"features": [1]}, "features"),
