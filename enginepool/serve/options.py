@@ -86,6 +86,11 @@ class ServeOptions:
         for name, secret in (("--api-key", self.api_key), ("--admin-token", self.admin_token)):
             if secret is not None and not secret.strip():
                 raise InvalidConfig(f"{name} is empty: give a secret, or leave it out")
+            if secret is not None and secret != secret.strip():
+                raise InvalidConfig(
+                    f"{name} begins or ends with whitespace, such as a line's end: a header cannot "
+                    "hold that, so no request would be allowed; remove it"
+                )
         if not self.enable_admin:
             given = {
                 "--admin-token": self.admin_token,

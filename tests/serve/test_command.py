@@ -181,6 +181,7 @@ def test_sigterm() -> None:
         (["--ports", "0-3"], "from 1 to 65535"),
         (["--devices", "2", "--ports", "31001-31003"], "3 ports for 2 engines"),
         (["--host", "0.0.0.0", "--enable-admin"], "--admin-token"),
+        (["--api-key", "secret\n"], "--api-key begins or ends with whitespace"),
         (["--host", "192.0.2.1"], "cannot listen"),
         (["--enable-lora"], "max_lora_rank and lora_target_modules"),
         (["--lora-resolver-dir", "."], "--enable-lora, and --max-loaded-loras"),
