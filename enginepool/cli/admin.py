@@ -66,7 +66,11 @@ def checksum(context: typer.Context) -> None:
     """The checksum of the `reference` command, over the beginning of the first leaves, and a
     fingerprint of all weights. Exits with 1 if the fingerprints of servers differ."""
     answers = _ask(context, "GET", "weights_checksum")
-    if len({answer["fingerprint"] for answer in answers}) > 1:
+    found = {answer.get("fingerprint") if isinstance(answer, dict) else None for answer in answers}
+    if None in found:
+        complain("an answer has no fingerprint: give the --base-url of servers of enginepool")
+        raise typer.Exit(1)
+    if len(found) > 1:
         complain("the servers' weights differ")
         raise typer.Exit(1)
 

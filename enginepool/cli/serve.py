@@ -67,7 +67,9 @@ MaxQueuedRequests = Annotated[
 MaxBodyBytes = Annotated[int, typer.Option(help="The most bytes of a request's body.")]
 MaxPrompts = Annotated[int, typer.Option(help="The most prompts of one request.")]
 MaxN = Annotated[int, typer.Option(help="The most samples of one prompt.")]
-RequestTimeout = Annotated[float | None, typer.Option(help="Seconds for one request.")]
+RequestTimeout = Annotated[
+    float | None, typer.Option(help="Seconds for one request, from the moment it is queued.")
+]
 DrainTimeout = Annotated[
     float, typer.Option(help="Seconds that running requests get after SIGTERM.")
 ]

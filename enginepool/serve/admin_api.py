@@ -217,6 +217,7 @@ def sglang_router(service: Service) -> APIRouter:
         """End the requests with exactly this id, or all."""
         rid = None if body.abort_all and not body.rid else body.rid  # verl sends an empty one
         await service.pool.async_abort_request(rid, abort_all=body.abort_all)
+        service.exchanges.abort(rid)
         return Done()
 
     @routes.get("/get_weights_by_name")

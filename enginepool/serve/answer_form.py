@@ -35,7 +35,7 @@ _COMPACT = {"x-guidance": {"whitespace_flexible": False}}
 class StructuredOutputs(BaseModel):
     """vLLM's field. Exactly one of its names is given."""
 
-    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+    model_config = ConfigDict(populate_by_name=True)
 
     json_: str | dict[str, Any] | None = Field(default=None, alias="json")
     regex: str | None = None

@@ -9,6 +9,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from enginepool.errors import EnginePoolError
 from enginepool.serve import (
@@ -66,7 +67,8 @@ def make_app(service: Service) -> FastAPI:
     async def failed(request: Request, error: Exception) -> Response:
         return refuse(request.scope["path"], error)
 
-    for kind in (EnginePoolError, RequestValidationError, HTTPException, Exception):
+    kinds = EnginePoolError, RequestValidationError, HTTPException, ClientDisconnect, Exception
+    for kind in kinds:
         app.add_exception_handler(kind, failed)
     app.add_middleware(
         BodyLimit,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from enginepool.errors import (
     EnginePoolError,
@@ -23,6 +24,7 @@ from enginepool.errors import (
 from enginepool.logs import logger
 from enginepool.values import described
 
+CLIENT_GONE = 499  # the client has left, so nobody gets this status
 _WORD = re.compile(r"[\w.-]{1,40}", re.ASCII)
 _LONGEST = 2000  # characters of a message; values in it may have any length
 _TYPES = {
@@ -39,6 +41,7 @@ class Refused(EnginePoolError):
 
     Attributes:
         retry_after: Seconds after which another try makes sense; None where none does.
+        headers: Further headers of the reply.
     """
 
     def __init__(
@@ -49,10 +52,11 @@ class Refused(EnginePoolError):
         code: str | None = None,
         param: str | None = None,
         retry_after: int | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status, self.code, self.param = status, code, param
-        self.retry_after = retry_after
+        self.retry_after, self.headers = retry_after, headers or {}
 
 
 def as_refused(error: Exception) -> Refused:
@@ -70,7 +74,9 @@ def as_refused(error: Exception) -> Refused:
     if isinstance(error, RequestValidationError):
         return _invalid_body(error.errors())
     if isinstance(error, HTTPException):
-        return Refused(error.status_code, str(error.detail))
+        return Refused(error.status_code, str(error.detail), headers=error.headers)
+    if isinstance(error, ClientDisconnect):
+        return Refused(CLIENT_GONE, "the client left before its body had come")
     logger().error("enginepool.internal_error", exc_info=error)
     return Refused(500, f"internal error ({type(error).__name__}); the server's log has it")
 
@@ -100,7 +106,7 @@ def error_reply(error: Exception, *, admin: bool = False) -> Response:
         message = body["error"]["message"]
         body = {"ok": False, "error": message, "success": False, "message": message}
         body["error_message"] = message
-    headers = {}
+    headers = dict(refused.headers)
     if refused.retry_after is not None:
         headers["Retry-After"] = str(refused.retry_after)
     elif refused.status >= 500:

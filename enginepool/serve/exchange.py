@@ -17,11 +17,16 @@ from enginepool.dispatch.thinking import Thinking
 from enginepool.frontend.cancellation import in_thread
 from enginepool.frontend.score_input import prompt_entries
 from enginepool.serve.connections import while_present
-from enginepool.serve.error_replies import Refused, as_refused, error_object, error_reply
+from enginepool.serve.error_replies import (
+    CLIENT_GONE,
+    Refused,
+    as_refused,
+    error_object,
+    error_reply,
+)
 from enginepool.serve.open_exchanges import OpenExchanges
 from enginepool.serve.options import ServeOptions
 from enginepool.serve.record import (
-    CLIENT_GONE,
     ExchangeRecord,
     cut_short,
     outcome_of,
@@ -92,6 +97,7 @@ class Exchange:
         self._wants_names = True
         self._seen: dict[int, int] = {}  # of each output of a stream, how many tokens
         self._ended = False
+        self._aborts = exchanges.aborts
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._front, name)
@@ -147,7 +153,7 @@ class Exchange:
             self.call = await in_thread(
                 self._make_call, obj, prompt_logprobs, thinking, special_tokens, limiter=limiter
             )
-        self._exchanges.check_cut()
+        self._before_submission(self.call)
         self._outputs = self._front.outputs(self.call, obj, self._options.request_timeout)
         self._first = await anext(self._outputs)
         if obj.stream:
@@ -172,6 +178,12 @@ class Exchange:
         )
         check_values(call)
         return call
+
+    def _before_submission(self, call: Call) -> None:
+        """Raise if the drain's time is over. Abort what was aborted while the call was made."""
+        self._exchanges.check_cut()
+        aborted = [r for r in call.requests if self._exchanges.was_aborted(r, self._aborts)]
+        self._front.runtime.dispatch.abort(aborted, "abort_request", "cancelled")
 
     async def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
         """Replaces upstream's method of this name: yields the result, or chunks."""

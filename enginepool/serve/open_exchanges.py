@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from enginepool.dispatch.request import Request
 from enginepool.errors import InvalidRequest
 from enginepool.serve.admin_operations import AdminOperations
 from enginepool.serve.error_replies import Refused
@@ -18,6 +19,7 @@ class OpenExchanges:
     Attributes:
         draining: Whether new requests are refused while running ones finish.
         cut: The message for unfinished requests, once the drain's time is over. None before.
+        aborts: How often all requests were aborted.
     """
 
     def __init__(
@@ -32,9 +34,11 @@ class OpenExchanges:
         """
         self.draining = False
         self.cut: str | None = None
+        self.aborts = 0
         self._options, self._admin, self._note = options, admin, note
         self._count = 0
         self._rids: set[str] = set()
+        self._aborted: set[str] = set()  # of these
 
     def __len__(self) -> int:
         return self._count
@@ -66,6 +70,17 @@ class OpenExchanges:
         self._rids |= rids
         return rids
 
+    def abort(self, rid: str | None) -> None:
+        """Note that the requests of an id, or all, are aborted: some may not be submitted yet."""
+        if rid is None:
+            self.aborts += 1
+        elif rid in self._rids:
+            self._aborted.add(rid)
+
+    def was_aborted(self, request: Request, since: int) -> bool:
+        """Whether a request of a client was aborted after the first `since` aborts of all."""
+        return self.aborts > since or request.rid in self._aborted
+
     def ended(self, record: ExchangeRecord, rids: frozenset[str]) -> None:
         """
         Args:
@@ -73,4 +88,5 @@ class OpenExchanges:
         """
         self._count -= 1
         self._rids -= rids
+        self._aborted -= rids
         self._note(record)

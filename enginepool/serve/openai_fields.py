@@ -93,6 +93,14 @@ def _check_chat(body: ChatBody, server_args: ServerArgs) -> None:
             400, "continue_final_message: the last message is not the assistant's",
             param="continue_final_message",
         )  # fmt: skip
+    if body.continue_final_message:
+        last: Any = body.messages[-1]
+        if last.tool_calls or last.reasoning_content:  # upstream leaves them out of the prompt
+            raise Refused(
+                400, "continue_final_message: the answer goes on after content only; leave "
+                "tool_calls and reasoning_content of the last message out",
+                param="continue_final_message",
+            )  # fmt: skip
     if not body.tools:
         if body.tool_choice not in ("none", "auto"):
             raise Refused(400, "tool_choice without tools", param="tool_choice")

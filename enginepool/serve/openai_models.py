@@ -76,6 +76,7 @@ class CompletionBody(WireFields, CompletionRequest):
     `add_special_tokens` is vLLM's: False for text that has its special tokens already."""
 
     model: str = ""  # pyright: ignore[reportIncompatibleVariableOverride]
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     stream_options: StreamOptionsBody | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
     return_routed_experts: bool = False  # pyright: ignore[reportIncompatibleVariableOverride]
     add_special_tokens: bool = True
@@ -94,7 +95,17 @@ class UserTurn(ChatCompletionMessageUserParam):
     name: str | None = None
 
 
-Turn = ChatCompletionMessageGenericParam | UserTurn
+class OtherTurn(ChatCompletionMessageGenericParam):
+    @model_validator(mode="before")
+    @classmethod
+    def calls_need_no_content(cls, values: Any) -> Any:
+        """OpenAI's clients leave `content` out of an assistant's turn with calls alone."""
+        if isinstance(values, dict) and values.get("tool_calls"):
+            return {"content": None, **values}
+        return values
+
+
+Turn = OtherTurn | UserTurn
 
 
 class FunctionBody(Function):
@@ -126,17 +137,9 @@ class ChatBody(WireFields, ChatCompletionRequest):
     messages: list[Turn]  # pyright: ignore[reportIncompatibleVariableOverride]
     tools: list[ToolBody] | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
     parallel_tool_calls: bool = True
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     stream_options: StreamOptionsBody | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
     add_special_tokens: Literal[False] = False
-
-    @model_validator(mode="before")
-    @classmethod
-    def calls_need_no_content(cls, values: Any) -> Any:
-        """OpenAI's clients leave `content` out of an assistant's turn with calls alone."""
-        messages = values.get("messages") if isinstance(values, dict) else None
-        if not isinstance(messages, list):
-            return values
-        return {**values, "messages": [_with_content(message) for message in messages]}
 
 
 class ScoreBody(ScoringRequest):
@@ -154,12 +157,6 @@ class ServedModelCard(ModelCard):
 
 class ServedModelList(ModelList):
     data: list[ServedModelCard]  # pyright: ignore[reportIncompatibleVariableOverride, reportGeneralTypeIssues]
-
-
-def _with_content(message: Any) -> Any:
-    if isinstance(message, dict) and message.get("tool_calls"):
-        return {"content": None, **message}
-    return message
 
 
 class PromptLogprob(BaseModel):

@@ -230,13 +230,20 @@ class Chat(_Serving, OpenAIServingChat):
         self, text: str, tools: Any, tool_call_parser: Any, finish_reason: Any, **choice: Any
     ) -> Any:
         """A call that was cut is returned as far as it goes, as in a stream. Upstream only finds
-        whole calls."""
-        if finish_reason["type"] != "stop":
-            calls, said = cut_calls(text, tools, tool_call_parser)
-            return calls or None, said, finish_reason
-        # Upstream changes the reason, and this one is the request's own.
-        reason = dict(finish_reason)
-        return super()._process_tool_calls(text, tools, tool_call_parser, reason, **choice)
+        whole calls. If a mark has no call after it, upstream returns the finish reason
+        "tool_calls" without calls."""
+        if finish_reason["type"] == "stop":
+            # Upstream changes the reason, and this one is the request's own.
+            reason = dict(finish_reason)
+            calls, said, reason = super()._process_tool_calls(
+                text, tools, tool_call_parser, reason, **choice
+            )
+            if calls or reason["type"] == "stop":
+                return calls, said, reason
+        calls, said = cut_calls(text, tools, tool_call_parser)
+        if calls and finish_reason["type"] == "stop":  # a stop string cut it
+            finish_reason = {"type": "tool_calls"}
+        return calls or None, said, finish_reason
 
     def _process_logprobs_tokens(self, logprobs: Any, use_token_index: bool = False) -> Any:
         # A chunk may have several tokens. Upstream gives each of them the first one's text.

@@ -24,8 +24,8 @@ class ServeOptions:
             server started with, and the one that it serves, can always be loaded.
         lora_resolver_dir: An adapter that a request names, and that is not loaded, is loaded from
             the folder of its name in this directory.
-        request_timeout: Seconds; a request that takes longer is ended. The reply is an error (504),
-            and a stream ends with an error.
+        request_timeout: Seconds from the queue on. A request that takes longer is ended. The reply
+            is an error (504), and a stream ends with an error.
         drain_timeout: Seconds that running requests get to finish when the server is asked to end.
         header_timeout: Seconds that the headers of a request may take to come.
         body_timeout: Seconds that its body may take after them.
@@ -86,6 +86,11 @@ class ServeOptions:
         for name, secret in (("--api-key", self.api_key), ("--admin-token", self.admin_token)):
             if secret is not None and not secret.strip():
                 raise InvalidConfig(f"{name} is empty: give a secret, or leave it out")
+            if secret is not None and secret != secret.strip():
+                raise InvalidConfig(
+                    f"{name} begins or ends with whitespace, such as a line's end: a header cannot "
+                    "hold that, so no request would be allowed; remove it"
+                )
         if not self.enable_admin:
             given = {
                 "--admin-token": self.admin_token,

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from enginepool.dispatch.request import Call, Request
-from enginepool.serve.error_replies import Refused
-
-CLIENT_GONE = 499  # the client has left, so nobody gets this status
+from enginepool.serve.error_replies import CLIENT_GONE, Refused
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,8 +102,6 @@ InputItem = Annotated[
 
 
 class FunctionTool(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
     type: Literal["function"]
     name: str
     description: str | None = None
@@ -117,8 +115,6 @@ class NamedTool(BaseModel):
 
 
 class TextFormat(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = None
     description: str | None = None
@@ -127,15 +123,11 @@ class TextFormat(BaseModel):
 
 
 class TextConfig(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
     format: TextFormat = TextFormat()
     verbosity: Literal["medium"] | None = None
 
 
 class StreamOptions(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
     include_obfuscation: Literal[False] = False
 
 

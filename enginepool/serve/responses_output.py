@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 import uuid
@@ -12,6 +13,7 @@ from typing import Any
 from enginepool.dispatch.request import Call
 from enginepool.serve.openai_models import ChatBody
 from enginepool.serve.responses_models import ResponsesBody, ResponsesReply
+from enginepool.serve.stream_parsers import CALL_MARK
 
 _DATA, _DONE = "data: ", "[DONE]"
 _PREFIXES = {"message": "msg_", "function_call": "fc_", "reasoning": "rs_"}
@@ -104,6 +106,8 @@ class Answer:
             self.begin("reasoning", summary=[], content=_reasoning(message["reasoning_content"]))
         if message["content"] is not None or not (message["tool_calls"] or self.items):
             logprobs = self.after_thinking(_logprobs(choice))
+            if message["tool_calls"]:
+                logprobs = _before_calls(logprobs)
             text = _text(message["content"] or "", logprobs)
             self.begin("message", role="assistant", content=[text])
         for call in message["tool_calls"] or ():
@@ -249,6 +253,13 @@ def _text(text: str, logprobs: list[Any]) -> dict[str, Any]:
 
 def _logprobs(choice: Mapping[str, Any]) -> list[Any]:
     return (choice.get("logprobs") or {}).get("content") or []
+
+
+def _before_calls(logprobs: list[Any]) -> list[Any]:
+    """The log-probabilities of the tokens before the first call's mark."""
+    said, _, _ = "".join(one["token"] for one in logprobs).partition(CALL_MARK)
+    ends = itertools.accumulate(len(one["token"]) for one in logprobs)
+    return [one for one, end in zip(logprobs, ends, strict=True) if end <= len(said)]
 
 
 def _reasoning(text: str) -> list[dict[str, Any]]:

@@ -48,7 +48,7 @@ class ScoreExchange(Exchange):
             prompts = self._prompts(query, items, labels, item_first)
             async with self.models.loaded(self.adapter):
                 self.call = await run_sync(self._make_score_call, prompts, labels)
-            self._exchanges.check_cut()
+            self._before_submission(self.call)
             await self._wait(self.call)
         except Exception as error:
             self.failure = as_refused(error)

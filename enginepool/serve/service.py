@@ -19,7 +19,7 @@ from enginepool.serve.metrics import GENERATING, Metrics
 from enginepool.serve.open_exchanges import OpenExchanges
 from enginepool.serve.options import ServeOptions
 from enginepool.serve.prompt_limits import PromptLimits
-from enginepool.serve.record import ExchangeRecord
+from enginepool.serve.record import ExchangeRecord, outcome_of
 from enginepool.serve.rendering import Rendering
 from enginepool.serve.scoring import ScoreExchange
 from enginepool.serve.served_models import ServedModels
@@ -99,7 +99,8 @@ class Service:
 
     def refused(self, path: str, why: Refused) -> None:
         """Record a request that was refused before it became an exchange."""
-        self._note(ExchangeRecord(path, why.status, "refused", error=str(why)))
+        outcome = outcome_of(why.status, None)
+        self._note(ExchangeRecord(path, why.status, outcome, error=str(why)))
 
     def _note(self, record: ExchangeRecord) -> None:
         self.metrics.ended(record)

@@ -3,8 +3,8 @@
 Reaches into upstream's parsers of tool calls and of reasoning: what they are fed, and when.
 
 What breaks: If the text of several tokens comes at once, calls and the text before them are lost. A
-call without arguments is lost, with all later calls. For every token a call is parsed from its
-beginning.
+call without arguments is lost, with all later calls. A part of a call of an unknown tool comes as
+text. For every token a call is parsed from its beginning.
 Why: The parsers expect one token per piece.
 Remove when: They find the same in pieces of a text as in the whole text.
 """
@@ -29,7 +29,7 @@ from enginepool.serve.rendering import Rendering
 # by this share.
 _MORE = 1 / 16
 # The usual marks around a call. Some of upstream's parsers have others, or no attributes for them.
-_TAGS = ("<tool_call>", "</tool_call>")
+CALL_MARK, _CALL_END = "<tool_call>", "</tool_call>"
 _LISTED = re.compile(r'\s*\[\s*(?=\{\s*"name"\s*:)')
 _CALL = re.compile(r'[\s,}]*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"parameters"\s*:\s*')
 _DECODER = json.JSONDecoder()
@@ -61,16 +61,19 @@ class Markers:
 
 
 class Calls:
-    """Separates the text and the calls of one answer."""
+    """Separates the text and the calls of one answer. Without any call, its marks are text."""
 
     def __init__(self, tools: Any, parser: str) -> None:
         self._make = lambda: FunctionCallParser(tools, parser)
         self._parser = self._make()
+        self._names = {tool.function.name for tool in tools}
         detector: Any = self._parser.detector
-        self._markers = Markers((*_TAGS, detector.bot_token, detector.eot_token))
+        self._begins = {CALL_MARK, detector.bot_token.strip()}
+        self._markers = Markers((*self._begins, _CALL_END, detector.eot_token))
         self._waiting = ""
         self._fed = 0  # since the last marker or text
-        self._whole = self._text = ""
+        self._marked = ""  # the first mark and what follows it
+        self._called = False  # whether the parser has found a call since the last mark
         self._sent: list[tuple[str, str]] = []  # name and arguments of each call
         self._open: int | None = None  # the place of the call that is being sent
         self._places: dict[int, int] = {}  # in that list, by the parser's own number
@@ -80,15 +83,19 @@ class Calls:
         return bool(self._sent)
 
     def of(self, more: str, *, last: bool) -> Iterator[DeltaMessage]:
-        self._whole += more
         for piece in self._markers.pieces(more, last=last):
+            if not self._marked and piece not in self._begins:
+                yield DeltaMessage(content=piece)
+                continue
             if marker := piece in self._markers.words:
                 yield from self._feed()
                 self._fed = 0
+                self._called = self._called and piece not in self._begins
+            self._marked += piece
             self._waiting += piece
             if marker or len(self._waiting) > self._fed * _MORE:
                 yield from self._feed()
-        if last:
+        if last and self._marked:
             yield from self._feed()
             yield from self._rest()
 
@@ -96,15 +103,15 @@ class Calls:
         """Feed the parser the text that waits. It returns text and calls one by one."""
         text, self._waiting = self._waiting, ""
         self._fed += len(text)
-        for _ in range(2 + len(self._whole)):
+        for _ in range(2 + len(self._marked)):
             try:
                 said, items = self._parser.parse_stream_chunk(text)
             except Exception as error:  # the parser does not take the model's text
                 logger().warning("enginepool.tool_calls", error=type(error).__name__)
                 return
-            if said:
+            if said and self._called:  # otherwise it may be the end of what is no call
                 yield from self._end_call()
-                self._text, self._fed = self._text + said, 0
+                self._fed = 0
                 yield DeltaMessage(content=said)
             for item in items:
                 yield from self._call_deltas(item.tool_index, item.name, item.parameters or "")
@@ -115,6 +122,10 @@ class Calls:
     def _call_deltas(self, number: int, name: str | None, arguments: str) -> Iterator[DeltaMessage]:
         if name:
             yield from self._end_call()
+            self._places.pop(number, None)
+            if name not in self._names:
+                return
+            self._called = True
             self._places[number] = self._open = len(self._sent)
             self._sent.append((name, arguments))
             yield _call(len(self._sent) - 1, name, arguments)
@@ -132,12 +143,11 @@ class Calls:
                 yield from self._left(place, name, forms)
 
     def _rest(self) -> Iterator[DeltaMessage]:
-        """Text and calls that the parser finds only in the whole answer."""
-        if not self._make().has_tool_call(self._whole):
-            if self._whole.startswith(self._text) and (left := self._whole[len(self._text) :]):
-                yield DeltaMessage(content=left)
-            return
-        for place, (name, forms) in enumerate(self._found()):
+        """Calls that the parser finds only in the whole answer, or text."""
+        found = self._found()
+        if not (found or self._sent):
+            yield DeltaMessage(content=self._marked)
+        for place, (name, forms) in enumerate(found):
             if place < len(self._sent):
                 yield from self._left(place, name, forms)
             else:
@@ -147,7 +157,7 @@ class Calls:
     def _found(self) -> list[tuple[str, list[str]]]:
         """The name and the arguments of each call in the text so far."""
         try:
-            _, calls = self._make().parse_non_stream(self._whole)
+            _, calls = self._make().parse_non_stream(self._marked)
             return [(call.name or "", _forms(call.parameters or "{}")) for call in calls]
         except Exception as error:
             logger().warning("enginepool.tool_calls", error=type(error).__name__)

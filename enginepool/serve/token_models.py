@@ -13,7 +13,7 @@ from enginepool.serve.openai_models import MaskRows, PromptLogprobs, ToolBody, T
 from enginepool.serve.unknown_fields import KnownFieldsOnly
 
 
-class TokenSampling(BaseModel):
+class TokenSampling(KnownFieldsOnly):
     """vLLM's SamplingParams, as far as a pool has them. `detokenize` and `output_kind` change
     nothing: replies have ids and no text, and chunks have new ids only. `return_sampling_mask` and
     `return_routed_experts` are fields of ours; vLLM has options of its engine instead.

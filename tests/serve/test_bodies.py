@@ -1,6 +1,7 @@
 """What bodies are accepted, and how much of them a log keeps."""
 
 import json
+import socket
 from typing import Any
 
 import httpx
@@ -57,6 +58,30 @@ def test_of_no_type_from_a_page(plain: Running, path: str, said: dict[str, str])
         )
         if path == "/generate":
             assert client.post(path, content=content).json()["text"] == "19"
+
+
+def test_a_client_that_leaves_before_its_body_has_come(
+    plain: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One line says so. It is no error of the server."""
+    caplog.set_level("INFO", "enginepool")
+    with socket.create_connection(("127.0.0.1", plain.server.port)) as client:
+        client.sendall(
+            b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Content-Length: 99\r\n\r\n{"
+        )
+        with plain.http() as other:  # the server has read it when it has answered another client
+            assert other.get("/health").status_code == 200
+    until(lambda: bool(caplog.records))
+    (line,) = (vars(record) for record in caplog.records)
+    assert (line["msg"], line["outcome"]) == ("enginepool.request", "disconnected")
+
+
+def test_methods_that_a_route_does_not_have(plain: Running) -> None:
+    with plain.http() as client:
+        for path, method in {"/generate": "POST", "/health": "GET"}.items():
+            reply = client.delete(path)
+            assert (reply.status_code, reply.headers["allow"]) == (405, method)
 
 
 def test_ids_are_what_was_sent(plain: Running) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -348,6 +349,44 @@ def in_pieces(parser: Any, text: str, size: int) -> Iterator[Any]:
         yield from parser.of(text[start : start + size], last=start + size >= len(text))
 
 
+# A call of a tool that the request does not have, and one that is not JSON.
+UNKNOWN = as_json(("nope", {"a": 1}))
+BROKEN = "<tool_call>\n{a: 1}\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("text", "calls", "finish"),
+    [
+        (f"hello {UNKNOWN} so", [], "stop"),
+        (f"hello {BROKEN} so", [], "stop"),
+        (f"hello {UNKNOWN}\n{as_json(STOP)}", [STOP], "tool_calls"),
+    ],
+)
+def test_what_is_no_call_is_text(server: Running, text: str, calls: Any, finish: str) -> None:
+    body = {
+        "model": "toy", "messages": TURNS, "max_tokens": 200, "tools": TOOLS,
+        "regex": re.escape(text),
+    }  # fmt: skip
+    whole = of_choice(post(server, CHAT, body)["choices"][0])
+    assert whole["calls"] == calls
+    assert (whole["text"], whole["finish"]) == ("hello" if calls else text, finish)
+    assert of_chunks(post(server, CHAT, body | {"stream": True}))[0] == whole
+
+
+def test_a_stop_string_in_a_call(server: Running) -> None:
+    """The call as far as it goes, as if `max_tokens` had cut it."""
+    body = {
+        "model": "toy", "messages": TURNS, "max_tokens": 200, "tools": TOOLS, "stop": "}}",
+        "regex": re.escape(f"hello {as_json(LOOK)}"),
+    }  # fmt: skip
+    choice = post(server, CHAT, body)["choices"][0]
+    whole = of_choice(choice)
+    assert [name for name, _ in whole["calls"]] == ["look"]
+    assert (whole["text"], whole["finish"]) == ("hello", "tool_calls")
+    assert choice["matched_stop"] is None
+    assert of_chunks(post(server, CHAT, body | {"stream": True}))[0] == whole
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 9, 13, 40, 1000])
 @pytest.mark.parametrize(
     ("parser", "text", "said", "calls"),
@@ -357,6 +396,12 @@ def in_pieces(parser: Any, text: str, size: int) -> Iterator[Any]:
         ("qwen25", as_json(STOP, LOOK, STOP), "", [STOP, LOOK, STOP]),
         ("qwen25", as_json(("look", {"place": "a</tool_call>\n", "days": [{"é": "}"}]})), "", None),
         ("qwen25", "a < b and <tool", "a < b and <tool", []),
+        ("qwen25", "a <" + as_json(STOP), "a <", [STOP]),
+        ("qwen25", "a" + as_json(LOOK) + UNKNOWN + as_json(STOP), "a", [LOOK, STOP]),
+        ("qwen25", f"a {UNKNOWN} b", f"a {UNKNOWN} b", []),
+        ("qwen3_coder", f"a {as_xml(('nope', {}))} b", f"a {as_xml(('nope', {}))} b", []),
+        ("qwen3_coder", "the <tool_call> mark", "the <tool_call> mark", []),
+        ("glm45", "a " + as_glm(("nope", {}), STOP), "a", [STOP]),
         ("qwen25", "", "", []),
         ("qwen3_coder", "hello " + as_xml(LOOK, LOOK), "hello", [LOOK, LOOK]),
         ("qwen3_coder", as_xml(STOP, LOOK, STOP) + "\n", "", [STOP, LOOK, STOP]),

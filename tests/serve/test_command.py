@@ -181,6 +181,7 @@ def test_sigterm() -> None:
         (["--ports", "0-3"], "from 1 to 65535"),
         (["--devices", "2", "--ports", "31001-31003"], "3 ports for 2 engines"),
         (["--host", "0.0.0.0", "--enable-admin"], "--admin-token"),
+        (["--api-key", "secret\n"], "--api-key begins or ends with whitespace"),
         (["--host", "192.0.2.1"], "cannot listen"),
         (["--enable-lora"], "max_lora_rank and lora_target_modules"),
         (["--lora-resolver-dir", "."], "--enable-lora, and --max-loaded-loras"),
@@ -287,6 +288,16 @@ def test_admin_of_many_servers(administered: Running, one_sum: EnginePool) -> No
         both = [strict.url(), administered.url()]
         done = admin(both, "reload", SUBTRACT, code=1)
         assert [answer.get("ok", False) for answer in done.values()] == [False, True]
+
+
+def test_a_checksum_from_another_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answer is printed, and a complaint says what is wrong."""
+    reply = httpx.Response(200, json={"ok": True})
+    monkeypatch.setattr(httpx, "request", lambda *_, **__: reply)
+    told = CliRunner().invoke(app, ["admin", "--base-url", "http://other.example", "checksum"])
+    assert told.exit_code == 1
+    assert json.loads(told.stdout) == {"ok": True}
+    assert "no fingerprint" in told.stderr
 
 
 def test_every_address(monkeypatch: pytest.MonkeyPatch) -> None:

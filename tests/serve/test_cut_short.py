@@ -262,6 +262,38 @@ def test_sighup_drains() -> None:
         assert one.end() == 0
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("abort", [{"rid": "b"}, {"abort_all": True}])
+def test_an_abort_before_submission(
+    one_sum: EnginePool, abort: dict[str, Any], stream: bool
+) -> None:
+    """Texts are still being tokenized when their requests are aborted. They run no more."""
+    lock = one_sum.runtime.input_processor.tokenizer.lock
+    body = {"text": [SUM, SUM], "rid": ["a", "b"], "stream": stream}
+    with (
+        serving(one_sum, enable_admin=True) as one,
+        one.http() as client,
+        callers() as threads,
+    ):
+        with lock:
+            sent = threads.submit(client.post, "/generate", json=body)
+            until(lambda: lock.waiting or sent.done())
+            assert client.post("/abort_request", json=abort).status_code == 200
+        made = sent.result()
+        if stream:
+            *chunks, error, _ = [line[6:] for line in made.text.splitlines() if line]
+            assert json.loads(error)["error"]["code"] == "aborted"
+            outputs = {one["index"]: one for one in map(json.loads, chunks)}
+        else:
+            outputs = dict(enumerate(made.json()))
+        ends = [outputs[i]["meta_info"]["finish_reason"]["type"] for i in (0, 1)]
+        assert ends == (["abort", "abort"] if "abort_all" in abort else ["stop", "abort"])
+        assert outputs[1]["output_ids"] == []
+        # The id is free again, and a later request is not aborted.
+        made = client.post("/generate", json={"text": SUM, "rid": "b"}).json()
+        assert made["meta_info"]["finish_reason"]["type"] == "stop"
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [

@@ -15,9 +15,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from typer.testing import CliRunner
 
 from enginepool.cli.main import app
+from enginepool.serve.error_replies import CLIENT_GONE
 from enginepool.serve.history import _NO_FAULT
 from enginepool.serve.options import ServeOptions
-from enginepool.serve.record import CLIENT_GONE, outcome_of
+from enginepool.serve.record import outcome_of
 from tests.cli.test_config_file import read
 from tests.support.servers import Running, generate
 

@@ -42,6 +42,9 @@ IGNORED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"reasoning_effort": "low"}, "reasoning_effort"),
     (CHAT, {"store": True}, "store"),
     (CHAT, {"top_logprobs": 3}, "logprobs"),
+    (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs=21: "),
+    (COMPLETIONS, {"logprobs": 21}, "logprobs=21: "),
+    (COMPLETIONS, {"logprobs": -1}, "logprobs=-1: "),
     (CHAT, {"return_hidden_states": True}, "return_hidden_states"),
     (CHAT, {"session_params": {"id": "1"}}, "session_params"),
     (CHAT, {"parallel_tool_calls": False}, "parallel_tool_calls"),
@@ -98,6 +101,14 @@ IGNORED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"separate_reasoning": True}, "--reasoning-parser"),
     (CHAT, {"stream_reasoning": False}, "--reasoning-parser"),
     (CHAT, {"continue_final_message": True}, "the last message is not the assistant's"),
+    (
+        CHAT,
+        {
+            "continue_final_message": True,
+            "messages": [*TURNS, {"role": "assistant", "content": "1", "tool_calls": [CALL]}],
+        },
+        "goes on after content only",
+    ),
     (CHAT, {"response_format": FORMAT | {"type": "text"}}, "of type text with json_schema"),
     (RESPONSES, {"prompt_cache": "x"}, "prompt_cache"),
     (TOKENS, {"features": [1]}, "features"),
@@ -155,6 +166,8 @@ NESTED: list[tuple[str, dict[str, Any], str]] = [
         "tool_choice.mode",
     ),
     (TOKENIZE, turn(zz=1), "messages.0.zz"),
+    (CHAT, {"structured_outputs": {"regex": "1", "zz": 1}}, "structured_outputs.zz"),
+    (RESPONSES, {"text": {"format": {"type": "text", "zz": 1}}}, "text.format.zz"),
     (RESPONSES, item(zz=1), "input.0.zz"),
     (
         RESPONSES,
@@ -322,6 +335,17 @@ def test_other_values_of_ignored_fields_are_refused(
             item(role="assistant", content=[{"type": "refusal", "refusal": "No."}]),
         ),
         (COMPLETIONS, {"model": None}),
+        (TOKENIZE, {"messages": [*TURNS, {"role": "assistant", "tool_calls": [CALL]}]}),
+        # Of vLLM's dataclass, with its defaults.
+        (
+            CHAT,
+            {"structured_outputs": {"regex": "19", "json": None, "disable_any_whitespace": False}},
+        ),
+        (
+            TOKENS,
+            {"sampling_params": {"structured_outputs": {"regex": "19", "disable_fallback": False}}},
+        ),
+        (RESPONSES, {"text": {"format": {"type": "text", "zz": None}, "zz": []}}),
     ],
 )  # fmt: skip
 def test_fields_that_clients_add_are_accepted(

@@ -241,6 +241,21 @@ def test_embeddings_are_refused_with_a_reason(plain: Running) -> None:
         plain.openai().embeddings.create(model="toy", input=SUM)
 
 
+def test_log_probabilities_before_a_call() -> None:
+    """A message has those of its own tokens. The mark of a call may be spelt with any tokens."""
+    body = ResponsesBody.model_validate({"model": "m", "input": "1+1?", "tools": [TOOL]})
+    call = Call()
+    call.requests.append(Request(call, [1, 2], sampling=None, rid="resp_1"))
+    tokens = ["I", " add.", "\n<", "tool", "_call", ">", "{}", "</tool_call>"]
+    logprobs = [{"token": token, "logprob": -1.0, "top_logprobs": []} for token in tokens]
+    called = {"id": "c1", "function": {"name": "add", "arguments": "{}"}}
+    message = {"content": "I add.", "reasoning_content": None, "tool_calls": [called]}
+    choice = {"message": message, "logprobs": {"content": logprobs}}
+    made = Answer(body, as_chat(body), call, len).whole({"choices": [choice]})
+    (part,) = made["output"][0]["content"]
+    assert [one["token"] for one in part["logprobs"]] == ["I", " add."]
+
+
 def test_tools_and_reasoning_in_a_stream() -> None:
     """Items come in the order of the chat's chunks, and the client puts them together."""
     body = ResponsesBody.model_validate({"model": "m", "input": "1+1?", "tools": [TOOL]})
