@@ -121,7 +121,11 @@ class RayEnginePool(RayGenerateCalls, RaySteeringCalls):
                     raise InvalidConfig(
                         "Ray is not initialized: call ray.init() first, before JAX starts"
                     )
-                self._fleet = Fleet(self._make_actors(), self._hang_timeout)
+                try:
+                    self._fleet = Fleet(self._make_actors(), self._hang_timeout)
+                except BaseException:  # Ray refuses an argument
+                    self._remove_group()
+                    raise
                 try:
                     self._fleet.run(self._fleet.open())
                 except BaseException as error:
@@ -176,10 +180,13 @@ class RayEnginePool(RayGenerateCalls, RaySteeringCalls):
             )
             for host in fleet.hosts:
                 ray.kill(host.actor)
-            if self._own_group is not None:
-                remove_placement_group(self._own_group)
-                self._own_group = None
+            self._remove_group()
         fleet.end_loop()
+
+    def _remove_group(self) -> None:
+        group, self._own_group = self._own_group, None
+        if group is not None:
+            remove_placement_group(group)
 
     async def aclose(self) -> None:
         """`close` without blocking the event loop; shielded from cancellation."""
