@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import anyio
@@ -36,7 +36,11 @@ class RayGenerateCalls(FleetCalls):
         raise_on_error: bool = False,
         **options: Any,
     ) -> list[dict[str, Any]]:
-        """As `EnginePool.generate_all`, over all hosts; `meta_info["host_index"]` says where."""
+        """As `EnginePool.generate_all`, over all hosts; `meta_info["host_index"]` says where.
+
+        Raises:
+            PoolFailed: No host is left, or none serves within `timeout`.
+        """
         began = time.monotonic()
         call, timeout = self._make_call(prompts, sampling_params, options)
         with self._submitted(call):
@@ -122,6 +126,13 @@ class RayGenerateCalls(FleetCalls):
             if name not in _OPTIONS:
                 raise InvalidRequest(f"{name} is unknown; it takes {', '.join(_OPTIONS)}")
         options = {name: _plain(value) for name, value in options.items()}
+        sampling_params = _plain(sampling_params)
+        several = isinstance(sampling_params, list | tuple)
+        for one in sampling_params if several else [sampling_params]:
+            if not isinstance(one, Mapping | None):
+                raise InvalidRequest(
+                    f"sampling_params: expected a dict, or one per prompt, got {type(one).__name__}"
+                )
         fleet = self.fleet
         checked = fleet.run(fleet.check(prompts, sampling_params, options))
         call = RayCall(every=every, weight_version=fleet.weight_version)

@@ -22,6 +22,8 @@ from enginepool.ray.steering import RaySteeringCalls
 
 # How long a host may take to close its pool before its process is ended.
 _CLOSE_SECONDS = 60.0
+# A host without news answers once a second.
+_LEAST_HANG_SECONDS = 2.0
 
 
 class RayEnginePool(RayGenerateCalls, RaySteeringCalls):
@@ -69,11 +71,16 @@ class RayEnginePool(RayGenerateCalls, RaySteeringCalls):
         if hang_timeout is not None and not (
             isinstance(hang_timeout, int | float)
             and not isinstance(hang_timeout, bool)
-            and 0 < hang_timeout < math.inf
+            and _LEAST_HANG_SECONDS <= hang_timeout < math.inf
         ):
             raise InvalidConfig(
-                f"hang_timeout={hang_timeout!r}: expected a finite number of seconds, above 0, or "
-                "None for no limit"
+                f"hang_timeout={hang_timeout!r}: expected a finite number of seconds, "
+                f"{_LEAST_HANG_SECONDS:g} or more, or None for no limit"
+            )
+        if pool_args.get("max_queued") is not None:
+            raise InvalidConfig(
+                f"max_queued={pool_args['max_queued']!r}: outputs wait in the driver, and their "
+                "number has no limit; leave max_queued out"
             )
         if placement_group is not None and placement_group.bundle_count < hosts:
             raise InvalidConfig(

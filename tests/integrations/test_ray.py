@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -155,6 +156,9 @@ def test_bad_input_starts_nothing(hosts: RayEnginePool) -> None:
     for options in ({"logprob_start_len": 1}, {"logprob_start_len": 1, "return_logprob": True}):
         with pytest.raises(InvalidRequest, match="return_prompt_logprob=True"):
             hosts.stream("1+1=", **options)
+    for params in ("greedy", [GREEDY, 5], SimpleNamespace(max_new_tokens=1)):
+        with pytest.raises(InvalidRequest, match="sampling_params: expected a dict"):
+            run(hosts, params, PROMPTS[:2])
     with pytest.raises(InvalidRequest, match="logprob_start_len=-1: expected an integer from 0"):
         hosts.stream("1+1=", return_prompt_logprob=True, logprob_start_len=-1)
     for timeout in ("5", -1, 0, True, math.nan):
@@ -173,11 +177,13 @@ def test_what_cannot_hold(cluster: None) -> None:
     for name, bad in (
         ("hosts", (0, "1", True)),
         ("max_restarts", (-2, "1", 1.0)),
-        ("hang_timeout", (0, -1.0, "60", True, math.nan, math.inf)),
+        ("hang_timeout", (0, 0.5, -1.0, "60", True, math.nan, math.inf)),
     ):
         for value in bad:
             with pytest.raises(InvalidConfig, match=f"{name}={value!r}: expected"):
                 RayEnginePool(**{"hosts": 1, name: value})
+    with pytest.raises(InvalidConfig, match="max_queued=5: outputs wait in the driver"):
+        RayEnginePool(hosts=1, max_queued=5)
     with pytest.raises(InvalidConfig, match="no_such_argument"):
         RayEnginePool(hosts=1, no_such_argument=1)
 
