@@ -43,9 +43,9 @@ class RayEnginePool(RayGenerateCalls, RaySteeringCalls):
         runtime_env: Ray's environment of the actors, for example
             {"env_vars": {"JAX_PLATFORMS": "tpu"}}.
         max_restarts: How often Ray starts a host's process again; -1 is always.
-        hang_timeout: Seconds without an answer after which a host is ended and started again;
-            None for no limit.
-        pool_args: All other arguments of `EnginePool`.
+        hang_timeout: Seconds without an answer after which a host is ended and started again, 2 or
+            more; None for no limit.
+        pool_args: All other arguments of `EnginePool`, except `max_queued`.
 
     Raises:
         InvalidConfig: An argument is invalid. Nothing has started.
