@@ -54,8 +54,10 @@ class Output:
         params, options = self.sampling_params, self.options
         if params is not None and self.suspect:
             params = {**params, "stream_interval": 1}  # its next token proves it harmless
-        if self.tokens:
+        if self.latest is not None and self.tokens:
             options = {**options, "partial_outputs": [self.latest]}
+            if params is not None:  # its random stream goes on, too
+                params = {**params, "sampling_seed": self.latest["meta_info"]["sampling_seed"]}
         return Attempt(key, self.input_ids, params, options)
 
     def gain(self, chunk: dict[str, Any]) -> None:
@@ -79,28 +81,46 @@ class Output:
 
     def end(self, err_type: str, message: str) -> None:
         """End the output with the tokens so far."""
-        adapter = self.options.get("lora_path")
-        result = self.latest or {
-            "text": "",
-            "output_ids": [],
-            "meta_info": {
-                "id": "",
-                "prompt_tokens": len(self.input_ids),
-                "completion_tokens": 0,
-                "cached_tokens": 0,
-                "host_index": None,
-                "engine_index": None,
-                "prompt_index": self.prompt_index,
-                "sample_index": self.sample_index,
-                "weight_version": self.call.weight_version,
-                "weight_versions": [],
-                "prompt_weight_versions": [],
-                **({} if adapter is None else {"lora_path": adapter, "lora_versions": []}),
-            },
-        }
+        result = self.latest or {"text": "", "output_ids": [], "meta_info": {}}
         reason = {"type": "abort", "message": message, "err_type": err_type}
-        meta = result["meta_info"] | {"finish_reason": reason}
+        meta = self._without_tokens() | result["meta_info"] | {"finish_reason": reason}
         self.call.finish(self, result | {"meta_info": meta})
+
+    def _without_tokens(self) -> dict[str, Any]:
+        """The `meta_info` of an output that no host has begun."""
+        asked = self.options.get
+        meta: dict[str, Any] = {
+            "id": "",
+            "prompt_tokens": len(self.input_ids),
+            "completion_tokens": 0,
+            "cached_tokens": 0,
+            "host_index": None,
+            "engine_index": None,
+            "prompt_index": self.prompt_index,
+            "sample_index": self.sample_index,
+            "weight_version": self.call.weight_version,
+            "weight_versions": [],
+            "prompt_weight_versions": [],
+        }
+        if (adapter := asked("lora_path")) is not None:
+            meta |= {"lora_path": adapter, "lora_versions": []}
+        if asked("return_logprob") or asked("top_logprobs_num"):
+            meta["output_token_logprobs"] = []
+        if asked("top_logprobs_num"):
+            meta["output_top_logprobs"] = []
+        if asked("return_sampling_mask"):
+            meta["output_sampling_mask"] = {"indptr": [0], "ids": [], "too_many": []}
+            meta["output_token_sampling_logprobs"] = []
+        if asked("return_routed_experts"):
+            meta["routed_experts"] = ""
+        if asked("return_prompt_logprob"):
+            meta |= {
+                "logprob_start_len": asked("logprob_start_len") or 0,
+                "input_token_logprobs": [],
+                "input_logprobs_weight_version": None,
+            }
+            meta |= {"input_top_logprobs": []} if asked("top_logprobs_num") else {}
+        return meta
 
 
 class RayCall:

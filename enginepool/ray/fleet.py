@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Iterable, Sequence
 from typing import Any
 
 import ray  # pyright: ignore[reportMissingImports]
+from ray.exceptions import RayTaskError  # pyright: ignore[reportMissingImports]
 
 from enginepool import EnginePoolError, InvalidRequest, PoolClosed, PoolFailed
 from enginepool.ray.call import RayCall
@@ -200,17 +201,29 @@ class Fleet(WorkLoop):
     # Calls to hosts
 
     async def check(self, prompts: Any, sampling_params: Any, options: Any) -> Any:
-        """`Host.check`, on any host that serves. Waits for one."""
+        """`Host.check`, on any host that serves. Waits for one, at most the call's `timeout`."""
+        timeout = options.get("timeout")
+        valid = isinstance(timeout, int | float) and timeout > 0  # otherwise the host refuses it
+        try:
+            async with asyncio.timeout(timeout if valid else None):
+                checked = await self._checked(prompts, sampling_params, options)
+        except TimeoutError:
+            raise PoolFailed(
+                f"no host has answered within timeout={timeout} seconds; nothing has started, try "
+                "again"
+            ) from None
+        names = options.get("lora_path")
+        self._check_adapters([names] if isinstance(names, str) else names or ())
+        return checked
+
+    async def _checked(self, *args: Any) -> Any:
         while True:
             for host in self.serving():
                 try:
-                    checked = await host.ask(
-                        "check", prompts, sampling_params, options, watched=True
-                    )
-                    names = options.get("lora_path")
-                    self._check_adapters([names] if isinstance(names, str) else names or ())
-                    return checked
+                    return await host.ask("check", *args, watched=True)
                 except HostLost as error:
+                    if isinstance(error.__cause__, RayTaskError):  # another host raises it, too
+                        raise EnginePoolError(f"a host cannot take the call: {error}") from error
                     _logger.debug("host %s did not check a call: %s", host.index, error)
             if self.closed or self._none_left():
                 raise self.failure()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import queue
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import anyio
 import anyio.to_thread
 
 from enginepool import InvalidRequest, PoolClosed
@@ -35,10 +36,15 @@ class RayGenerateCalls(FleetCalls):
         raise_on_error: bool = False,
         **options: Any,
     ) -> list[dict[str, Any]]:
-        """As `EnginePool.generate_all`, over all hosts; `meta_info["host_index"]` says where."""
+        """As `EnginePool.generate_all`, over all hosts; `meta_info["host_index"]` says where.
+
+        Raises:
+            PoolFailed: No host is left, or none serves within `timeout`.
+        """
+        began = time.monotonic()
         call, timeout = self._make_call(prompts, sampling_params, options)
         with self._submitted(call):
-            self._wait(call, timeout)
+            self._wait(call, timeout, began)
         return call.results(raise_on_error)
 
     async def async_generate_all(
@@ -50,9 +56,10 @@ class RayGenerateCalls(FleetCalls):
         **options: Any,
     ) -> list[dict[str, Any]]:
         """`generate_all` on an event loop. Cancelling ends the outputs on the hosts."""
+        began = time.monotonic()
         call, timeout = await self._async_make_call(prompts, sampling_params, options)
         with self._submitted(call):
-            await anyio.to_thread.run_sync(self._wait, call, timeout, abandon_on_cancel=True)
+            await _in_thread(self._wait, call, timeout, began)
         return call.results(raise_on_error)
 
     def as_completed(
@@ -77,9 +84,10 @@ class RayGenerateCalls(FleetCalls):
         **options: Any,
     ) -> AsyncIterator[dict[str, Any]]:
         """`as_completed` on an event loop."""
+        began = time.monotonic()
         call, timeout = await self._async_make_call(prompts, sampling_params, options)
         with self._submitted(call):
-            async for output, latest in self._async_news(call, timeout):
+            async for output, latest in self._async_news(call, timeout, began):
                 if output.done:
                     yield latest
 
@@ -104,9 +112,10 @@ class RayGenerateCalls(FleetCalls):
         **options: Any,
     ) -> AsyncIterator[dict[str, Any]]:
         """`stream` on an event loop."""
+        began = time.monotonic()
         call, timeout = await self._async_make_call(prompts, sampling_params, options, every=True)
         with self._submitted(call):
-            async for output, latest in self._async_news(call, timeout):
+            async for output, latest in self._async_news(call, timeout, began):
                 yield {**latest, "index": output.position}
 
     def _make_call(
@@ -117,6 +126,13 @@ class RayGenerateCalls(FleetCalls):
             if name not in _OPTIONS:
                 raise InvalidRequest(f"{name} is unknown; it takes {', '.join(_OPTIONS)}")
         options = {name: _plain(value) for name, value in options.items()}
+        sampling_params = _plain(sampling_params)
+        several = isinstance(sampling_params, list | tuple)
+        for one in sampling_params if several else [sampling_params]:
+            if not isinstance(one, Mapping | None):
+                raise InvalidRequest(
+                    f"sampling_params: expected a dict, or one per prompt, got {type(one).__name__}"
+                )
         fleet = self.fleet
         checked = fleet.run(fleet.check(prompts, sampling_params, options))
         call = RayCall(every=every, weight_version=fleet.weight_version)
@@ -132,7 +148,7 @@ class RayGenerateCalls(FleetCalls):
     async def _async_make_call(
         self, prompts: Any, sampling_params: Any, options: dict[str, Any], *, every: bool = False
     ) -> tuple[RayCall, float | None]:
-        return await anyio.to_thread.run_sync(
+        return await _in_thread(
             lambda: self._make_call(prompts, sampling_params, options, every=every)
         )
 
@@ -148,8 +164,9 @@ class RayGenerateCalls(FleetCalls):
             self._leave(call)
             raise
 
-    def _wait(self, call: RayCall, timeout: float | None) -> None:
-        if not call.done.wait(timeout):
+    def _wait(self, call: RayCall, timeout: float | None, began: float) -> None:
+        left = None if timeout is None else max(0.0, began + timeout - time.monotonic())
+        if not call.done.wait(left):
             self._time_out(call, timeout)
             call.done.wait()
 
@@ -163,14 +180,20 @@ class RayGenerateCalls(FleetCalls):
             with contextlib.suppress(PoolClosed):  # then its outputs have ended
                 fleet.post(fleet.router.leave, call, err_type, why)
 
-    def _news(self, call: RayCall, timeout: float | None) -> Iterator[OutputNews]:
+    def _news(
+        self, call: RayCall, timeout: float | None, began: float | None = None
+    ) -> Iterator[OutputNews]:
         """Each output of a submitted call, with its result so far, when it has ended and, in a
         stream, when it has grown. A slow reader gets the newest result once.
+
+        Args:
+            began: When the time began, on the monotonic clock. None: now.
 
         Raises:
             PoolFailed, PoolClosed, InvalidRequest: The call has failed.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
+        began = time.monotonic() if began is None else began
+        deadline = None if timeout is None else began + timeout
         seen: dict[int, dict[str, Any]] = {}
         while True:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -189,13 +212,26 @@ class RayGenerateCalls(FleetCalls):
                 yield output, latest
         call.results()
 
-    async def _async_news(self, call: RayCall, timeout: float | None) -> AsyncIterator[OutputNews]:
-        news = self._news(call, timeout)
+    async def _async_news(
+        self, call: RayCall, timeout: float | None, began: float
+    ) -> AsyncIterator[OutputNews]:
+        news = self._news(call, timeout, began)
         while True:
-            one = await anyio.to_thread.run_sync(next, news, None, abandon_on_cancel=True)
+            one = await _in_thread(lambda: next(news, None))
             if one is None:
                 return
             yield one
+
+
+async def _in_thread[T](work: Callable[..., T], *args: Any) -> T:
+    """Run `work`, which must start nothing on the hosts, in a thread that no limit keeps waiting.
+
+    All threads of anyio's own limit may wait for outputs, and the call that lets these outputs go
+    on needs one, too. A cancelled task does not wait for the thread.
+    """
+    return await anyio.to_thread.run_sync(
+        work, *args, limiter=anyio.CapacityLimiter(1), abandon_on_cancel=True
+    )
 
 
 def _plain(value: Any) -> Any:

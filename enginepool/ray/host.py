@@ -97,34 +97,20 @@ class Host:
         Raises:
             InvalidRequest: As the call itself would.
         """
-        from sgl_jax.srt.managers.io_struct import GenerateReqInput
-
-        start = options.get("logprob_start_len")
-        scored = options.get("return_prompt_logprob")
-        asked: Any = GenerateReqInput(
-            text=prompts,
-            input_ids=options.get("input_ids"),
-            sampling_params=sampling_params,
-            return_logprob=True if scored else options.get("return_logprob"),
-            logprob_start_len=(start or 0) if scored else None,
-            top_logprobs_num=options.get("top_logprobs_num"),
-            return_routed_experts=options.get("return_routed_experts"),
-            lora_path=options.get("lora_path"),
-        )
-        asked.return_sampling_mask = options.get("return_sampling_mask")
         pool = self._open()
-        call = await asyncio.to_thread(pool.front_end().make_call, asked)
+        asked: Any = {name: one for name, one in options.items() if name != "prompt_indices"}
+        call = await asyncio.to_thread(
+            pool.runtime.input_processor.make_call, prompts, sampling_params, asked
+        )
         counts: dict[int, list[Any]] = {}
         for request in call.requests:
             counts.setdefault(request.prompt_index, [request.input_ids, 0])[1] += 1
-        # These options are not in upstream's request. A call of as many prompts checks them.
+        # A call of as many prompts checks the other options.
         pool.as_completed(
             input_ids=[[0]] * len(counts),
             sampling_params={"max_new_tokens": 1},
             prompt_indices=options.get("prompt_indices"),
             timeout=options.get("timeout"),
-            return_prompt_logprob=scored,
-            logprob_start_len=None if scored else start,  # if scored, `make_call` checked it
         )
         return [(ids, count) for ids, count in counts.values()]
 

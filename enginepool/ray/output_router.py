@@ -69,6 +69,13 @@ class OutputRouter:
                 output.end(err_type, message)
         self.pump()
 
+    def end_waiting(self, err_type: str, message: str) -> None:
+        """End the outputs that no host has. They keep their tokens."""
+        waiting, self._waiting = self._waiting, {}
+        for output in waiting.values():
+            output.end(err_type, message)
+            self._ended(output)
+
     def _cancel(self, call: RayCall) -> None:
         for host in self._hosts:
             keys = [key for key, output in host.running.items() if output.call is call]

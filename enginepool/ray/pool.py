@@ -22,6 +22,8 @@ from enginepool.ray.steering import RaySteeringCalls
 
 # How long a host may take to close its pool before its process is ended.
 _CLOSE_SECONDS = 60.0
+# A host without news answers once a second.
+_LEAST_HANG_SECONDS = 2.0
 
 
 class RayEnginePool(RayGenerateCalls, RaySteeringCalls):
@@ -41,9 +43,9 @@ class RayEnginePool(RayGenerateCalls, RaySteeringCalls):
         runtime_env: Ray's environment of the actors, for example
             {"env_vars": {"JAX_PLATFORMS": "tpu"}}.
         max_restarts: How often Ray starts a host's process again; -1 is always.
-        hang_timeout: Seconds without an answer after which a host is ended and started again;
-            None for no limit.
-        pool_args: All other arguments of `EnginePool`.
+        hang_timeout: Seconds without an answer after which a host is ended and started again, 2 or
+            more; None for no limit.
+        pool_args: All other arguments of `EnginePool`, except `max_queued`.
 
     Raises:
         InvalidConfig: An argument is invalid. Nothing has started.
@@ -69,11 +71,16 @@ class RayEnginePool(RayGenerateCalls, RaySteeringCalls):
         if hang_timeout is not None and not (
             isinstance(hang_timeout, int | float)
             and not isinstance(hang_timeout, bool)
-            and 0 < hang_timeout < math.inf
+            and _LEAST_HANG_SECONDS <= hang_timeout < math.inf
         ):
             raise InvalidConfig(
-                f"hang_timeout={hang_timeout!r}: expected a finite number of seconds, above 0, or "
-                "None for no limit"
+                f"hang_timeout={hang_timeout!r}: expected a finite number of seconds, "
+                f"{_LEAST_HANG_SECONDS:g} or more, or None for no limit"
+            )
+        if pool_args.get("max_queued") is not None:
+            raise InvalidConfig(
+                f"max_queued={pool_args['max_queued']!r}: outputs wait in the driver, and their "
+                "number has no limit; leave max_queued out"
             )
         if placement_group is not None and placement_group.bundle_count < hosts:
             raise InvalidConfig(
@@ -121,7 +128,11 @@ class RayEnginePool(RayGenerateCalls, RaySteeringCalls):
                     raise InvalidConfig(
                         "Ray is not initialized: call ray.init() first, before JAX starts"
                     )
-                self._fleet = Fleet(self._make_actors(), self._hang_timeout)
+                try:
+                    self._fleet = Fleet(self._make_actors(), self._hang_timeout)
+                except BaseException:  # Ray refuses an argument
+                    self._remove_group()
+                    raise
                 try:
                     self._fleet.run(self._fleet.open())
                 except BaseException as error:
@@ -176,10 +187,13 @@ class RayEnginePool(RayGenerateCalls, RaySteeringCalls):
             )
             for host in fleet.hosts:
                 ray.kill(host.actor)
-            if self._own_group is not None:
-                remove_placement_group(self._own_group)
-                self._own_group = None
+            self._remove_group()
         fleet.end_loop()
+
+    def _remove_group(self) -> None:
+        group, self._own_group = self._own_group, None
+        if group is not None:
+            remove_placement_group(group)
 
     async def aclose(self) -> None:
         """`close` without blocking the event loop; shielded from cancellation."""

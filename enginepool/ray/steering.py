@@ -80,6 +80,7 @@ class RaySteeringCalls(FleetCalls):
         Raises:
             InvalidWeights: As `update_weights`. Or arrays have no `config_dict`, and there is no
                 version before that had one.
+            InvalidRequest: An adapter of this name was unloaded, and outputs still need it.
         """
         if not isinstance(lora_name, str) or not lora_name:
             raise InvalidRequest(f"lora_name={lora_name!r}: expected a name")
@@ -119,6 +120,9 @@ class RaySteeringCalls(FleetCalls):
 
     def pause_generation(self, mode: str = "retract") -> None:
         """As `EnginePool.pause_generation`, on every host. Hosts that come back are paused, too."""
+        if mode == "abort":
+            why = "pause_generation(mode='abort')"
+            self.fleet.post(self.fleet.router.end_waiting, "cancelled", why)
         self._steer(True, "pause", mode)
 
     def continue_generation(self) -> None:

@@ -64,10 +64,12 @@ async def update(fleet: Fleet, weights: Weights, mode: Mode, put_seconds: float)
 
     Raises:
         InvalidWeights, WeightUpdateFailed: A host refused the weights, so no host has them.
+        InvalidRequest: The mode does not exist, or outputs still use the adapter's name.
     """
     if mode not in (modes := get_args(Mode)):
         raise InvalidRequest(f"mode={mode!r}: expected one of {', '.join(modes)}")
     async with fleet.changing:
+        _check_name(fleet, weights.lora_name)
         started = time.perf_counter()
         number = max((fleet.number, *fleet.undone)) + 1  # never one that a host may have
         label = weights.weight_version
@@ -102,6 +104,16 @@ async def update(fleet: Fleet, weights: Weights, mode: Mode, put_seconds: float)
         reports,
         missing,
     )
+
+
+def _check_name(fleet: Fleet, name: str | None) -> None:
+    """Refuse an adapter whose name outputs still use for an adapter that was unloaded. Hosts would
+    take it for a new version of that adapter."""
+    if name in fleet.unloaded and fleet.router.uses(name):
+        raise InvalidRequest(
+            f"lora_name={name!r}: outputs still need the adapter of this name that was unloaded; "
+            "wait until they have ended, or load this one under another name"
+        )
 
 
 async def _stage(fleet: Fleet, weights: Weights, hosts: list[HostLink]) -> list[HostLink]:

@@ -98,7 +98,7 @@ class Packed:
 
 
 def packed(array: Any) -> Packed:
-    host = np.ascontiguousarray(np.asarray(array))
+    host = np.asarray(array, order="C")  # ascontiguousarray would add an axis to a scalar
     if host.dtype.kind in "fiub":
         return Packed(host, host.dtype.name)
     return Packed(host.view(np.dtype(f"u{host.dtype.itemsize}")), host.dtype.name)

@@ -21,8 +21,9 @@ class WorkLoop:
     def __init__(self, name: str) -> None:
         self.closed = False
         # Held while `closed` is read or set and the loop gets work. So the loop gets none that it
-        # would not finish.
-        self._gate = threading.Lock()
+        # would not finish. Reentrant, because the garbage collector may close an iterator here,
+        # which gives the loop work.
+        self._gate = threading.RLock()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)

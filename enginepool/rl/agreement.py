@@ -44,8 +44,9 @@ class Agreement:
 
     Attributes:
         tokens: The number of tokens that were compared.
-        mean: 1 in expectation for any trainer, if the rollout's log-probabilities are those of the
-            distribution that was sampled from. So look at `kl_k3` as well.
+        mean: 1 in expectation, whatever the trainer computes, if the rollout's log-probabilities
+            are those of the distribution that was sampled from. So it does not show a wrong
+            trainer, and `kl_k3` does.
         min, max: 1 except for rounding, if both are the same model.
         kl_k1, kl_k3: Schulman's estimators of KL(rollout || trainer) by token: the mean of rollout
             - trainer, and of ratio - 1 - log ratio, which is never negative.

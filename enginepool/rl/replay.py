@@ -216,7 +216,7 @@ def _masks(meta: Mapping[str, Any]) -> list[Any] | None:
 
 
 def _experts(meta: Mapping[str, Any]) -> list[Any] | None:
-    if (text := meta.get(_EXPERTS)) is None:
+    if not (text := meta.get(_EXPERTS)):  # empty: nothing was computed
         return None
     positions = meta["prompt_tokens"] + meta["completion_tokens"] - 1
     rows = np.frombuffer(base64.b64decode(text), np.int32).reshape(positions, -1)

@@ -22,7 +22,7 @@ from tunix.rl.rollout.base_rollout import (  # pyright: ignore[reportMissingImpo
     RolloutOutput,
 )
 
-from enginepool import EnginePool, InvalidConfig, InvalidRequest
+from enginepool import EnginePool, InvalidConfig, InvalidRequest, PoolFailed
 from enginepool.tunix.parameters import (
     ParameterMapping,
     flat_params,
@@ -266,7 +266,12 @@ def _with_defaults(
 
 
 def _shapes(pool: EnginePool) -> dict[str, tuple[int, ...]]:
-    scheduler: Any = pool.engines[0].scheduler_info["scheduler"]
+    """The shapes of an engine's parameters, by path. All engines have the same."""
+    # An engine that is being rebuilt has no scheduler.
+    schedulers: list[Any] = [engine.scheduler_info.get("scheduler") for engine in pool.engines]
+    scheduler = next(filter(None, schedulers), None)
+    if scheduler is None:
+        raise PoolFailed("all engines of the pool are being rebuilt: make the rollout again later")
     params = flat_params(nnx.state(scheduler.tp_worker.worker.model_runner.model))
     return {path: value.shape for path, value in params.items()}
 

@@ -1,12 +1,14 @@
 """Pools on two hosts under Ray: two nodes in this machine, two engines each, on the toy."""
 
 import asyncio
+import importlib
 import math
 import os
 import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -17,6 +19,7 @@ ray = pytest.importorskip("ray")
 
 from enginepool import (  # noqa: E402
     EnginePool,
+    EnginePoolError,
     InvalidConfig,
     InvalidRequest,
     InvalidWeights,
@@ -153,6 +156,11 @@ def test_bad_input_starts_nothing(hosts: RayEnginePool) -> None:
     for options in ({"logprob_start_len": 1}, {"logprob_start_len": 1, "return_logprob": True}):
         with pytest.raises(InvalidRequest, match="return_prompt_logprob=True"):
             hosts.stream("1+1=", **options)
+    for params in ("greedy", [GREEDY, 5], SimpleNamespace(max_new_tokens=1)):
+        with pytest.raises(InvalidRequest, match="sampling_params: expected a dict"):
+            run(hosts, params, PROMPTS[:2])
+    with pytest.raises(InvalidRequest, match="logprob_start_len=-1: expected an integer from 0"):
+        hosts.stream("1+1=", return_prompt_logprob=True, logprob_start_len=-1)
     for timeout in ("5", -1, 0, True, math.nan):
         with pytest.raises(InvalidRequest, match=r"timeout=.* expected a finite number of seconds"):
             hosts.stream("1+1=", timeout=timeout)
@@ -169,11 +177,13 @@ def test_what_cannot_hold(cluster: None) -> None:
     for name, bad in (
         ("hosts", (0, "1", True)),
         ("max_restarts", (-2, "1", 1.0)),
-        ("hang_timeout", (0, -1.0, "60", True, math.nan, math.inf)),
+        ("hang_timeout", (0, 0.5, -1.0, "60", True, math.nan, math.inf)),
     ):
         for value in bad:
             with pytest.raises(InvalidConfig, match=f"{name}={value!r}: expected"):
                 RayEnginePool(**{"hosts": 1, name: value})
+    with pytest.raises(InvalidConfig, match="max_queued=5: outputs wait in the driver"):
+        RayEnginePool(hosts=1, max_queued=5)
     with pytest.raises(InvalidConfig, match="no_such_argument"):
         RayEnginePool(hosts=1, no_such_argument=1)
 
@@ -186,6 +196,24 @@ def test_a_time_limit(hosts: RayEnginePool, timeout: Any) -> None:
     assert any(reason.get("err_type") == "timeout" for reason in reasons)
     until(lambda: hosts.stats()["running"] == hosts.stats()["waiting"] == 0)
     assert len(run(hosts, GREEDY)) == len(PROMPTS)
+
+
+def test_a_time_limit_before_the_first_token(hosts: RayEnginePool, alone: EnginePool) -> None:
+    """The results have the fields of one pool's, whatever the call asked for."""
+    options = {
+        "top_logprobs_num": 2,
+        "return_sampling_mask": True,
+        "return_prompt_logprob": True,
+        "timeout": 0.1,
+    }
+    metas = []
+    for pool in (hosts, alone):
+        with paused(pool):  # type: ignore[arg-type]
+            (result,) = pool.generate_all(["1+1="], GREEDY, **options)
+        metas.append(result["meta_info"])
+    metas[0] |= {"id": metas[1]["id"], "weight_version": metas[1]["weight_version"]}
+    del metas[0]["host_index"], metas[1]["e2e_latency"], metas[1]["sampling_seed"]
+    assert metas[0] == metas[1]
 
 
 @pytest.mark.parametrize("verb", ["as_completed", "stream"])
@@ -359,6 +387,8 @@ def test_adapters(adapted: Any, alone: EnginePool, tmp_path: Path) -> None:
         hosts.unload_lora_adapter("x")
         with pytest.raises(InvalidRequest, match="no such adapter; loaded: none"):
             run(hosts, GREEDY, lora_path="x")
+        with pytest.raises(InvalidRequest, match="outputs still need the adapter of this name"):
+            hosts.load_lora_adapter("x", folder)
         hosts.continue_generation()
         same(call.result(SECONDS), expected[1])
     until(lambda: not any(host["lora_adapters"] for host in hosts.stats()["hosts"]))
@@ -437,6 +467,59 @@ def test_pause(hosts: RayEnginePool) -> None:
         assert not call.done()
         hosts.continue_generation()
         assert len(call.result(SECONDS)) == len(PROMPTS)
+
+
+def test_a_pause_that_aborts(hosts: RayEnginePool) -> None:
+    """It also ends the outputs that wait in the driver."""
+    with callers(1) as executor, paused(hosts):  # type: ignore[arg-type]
+        call = executor.submit(run, hosts, GREEDY)
+        until(lambda: hosts.stats()["waiting"] > 0)
+        hosts.pause_generation("abort")
+        reasons = [r["meta_info"]["finish_reason"] for r in call.result(SECONDS)]
+    abort = {
+        "type": "abort",
+        "message": "pause_generation(mode='abort')",
+        "err_type": "cancelled",
+    }
+    assert reasons == [abort] * len(PROMPTS)
+
+
+def test_more_tasks_than_threads(hosts: RayEnginePool) -> None:
+    """All run at once, and steering is not kept waiting."""
+
+    async def main() -> None:
+        hosts.pause_generation()
+        tasks = [asyncio.create_task(hosts.async_generate_all("1+1=", GREEDY)) for _ in range(50)]
+        await asyncio.to_thread(until, lambda: len(hosts.fleet.router.calls) == len(tasks))
+        await hosts.async_continue_generation()
+        assert len(await asyncio.gather(*tasks)) == len(tasks)
+
+    asyncio.run(main())
+
+
+def test_arguments_that_a_host_cannot_read(
+    hosts: RayEnginePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their module exists in the driver only."""
+    (tmp_path / "driver_only.py").write_text("class Params(dict): pass\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    params = importlib.import_module("driver_only").Params(GREEDY)
+    with pytest.raises(EnginePoolError, match="driver_only"):
+        hosts.generate_all("1+1=", params)
+
+
+def test_arguments_that_ray_refuses(cluster: None) -> None:
+    """Nothing stays reserved."""
+
+    def reserved() -> set[str]:
+        groups = ray.util.placement_group_table().items()
+        return {name for name, group in groups if group["state"] != "REMOVED"}
+
+    before = reserved()
+    pool = RayEnginePool(hosts=1, runtime_env={"env_vars": {"JAX_PLATFORMS": 1}}, **SMALL)
+    with pytest.raises(TypeError, match="env_vars"):
+        pool.open()
+    until(lambda: reserved() == before)
 
 
 def test_closing(cluster: None, hosts: RayEnginePool) -> None:

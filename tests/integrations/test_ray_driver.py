@@ -2,16 +2,18 @@
 
 import asyncio
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 ray = pytest.importorskip("ray")
 
-from enginepool import PoolClosed  # noqa: E402
+from enginepool import PoolClosed, PoolFailed  # noqa: E402
 from enginepool.ray import RayEnginePool  # noqa: E402
 from enginepool.ray.call import RayCall  # noqa: E402
 from enginepool.ray.fleet import Fleet  # noqa: E402
+from enginepool.ray.link import HostLink  # noqa: E402
 from tests.support.liveness import SECONDS, callers  # noqa: E402
 
 CLOSED = PoolClosed("the pool was closed")
@@ -116,3 +118,53 @@ def test_a_slow_reader_of_a_stream_gets_the_end_once() -> None:
     end = {"output_ids": [7] * 4}
     call.finish(output, end)
     assert list(news) == [(output, end)]
+
+
+@pytest.fixture
+def starting(monkeypatch: pytest.MonkeyPatch) -> Iterator[RayEnginePool]:
+    """A pool whose only host does not serve yet."""
+    monkeypatch.setattr(ray, "is_initialized", iter([True, False]).__next__)
+    with WithoutHosts(hosts=1) as pool:
+        pool.fleet.hosts.append(HostLink(0, None, None))
+        yield pool
+
+
+def test_a_time_limit_while_no_host_serves(starting: RayEnginePool) -> None:
+    with pytest.raises(PoolFailed, match=r"within timeout=0\.1 seconds; nothing has started"):
+        starting.generate_all("1+1=", timeout=0.1)
+
+
+def test_more_tasks_than_threads_wait_while_a_pool_closes(starting: RayEnginePool) -> None:
+    """Each waits in a thread. Closing needs one as well."""
+
+    async def main() -> None:
+        tasks = [asyncio.create_task(starting.async_generate_all("1+1=")) for _ in range(50)]
+        await asyncio.sleep(0)
+        async with asyncio.timeout(SECONDS):
+            await starting.aclose()
+        for task in tasks:
+            with pytest.raises(PoolClosed):
+                await task
+
+    asyncio.run(main())
+
+
+def test_the_garbage_collector_closes_an_iterator_anywhere(starting: RayEnginePool) -> None:
+    """Also where this thread gives the fleet work."""
+    call = RayCall(every=True)
+    call.fill([([1, 2], 1)], None, {}, None)
+    (output,) = call.outputs
+    output.gain({"output_ids": [7], "meta_info": {}})
+    call.show(output)
+    iterator = starting._stream(call, None)
+    assert next(iterator)["output_ids"] == [7]
+
+    def collect() -> None:
+        with starting.fleet._gate:
+            iterator.close()
+
+    collecting = threading.Thread(target=collect, daemon=True)
+    collecting.start()
+    collecting.join(SECONDS)
+    assert not collecting.is_alive()
+    assert call.done.wait(SECONDS)

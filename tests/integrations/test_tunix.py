@@ -16,8 +16,9 @@ import pytest
 
 from enginepool import EnginePool, InvalidConfig, InvalidRequest, InvalidWeights
 from enginepool.toy.files import END_ID, PAD_ID
+from tests.support.faults import raise_in_step
 from tests.support.layouts import devices_only, on_host
-from tests.support.liveness import callers
+from tests.support.liveness import callers, until
 from tests.support.marks import slow
 from tests.support.pools import SMALL
 
@@ -426,6 +427,19 @@ def test_seeds(make: Callable[..., Any]) -> None:
     with callers(8) as executor:
         calls = [executor.submit(rollout.generate, "1+1=", config(3)) for _ in range(8)]
         assert len({tuple(call.result().tokens[0].tolist()) for call in calls}) == 8
+
+
+def test_a_pool_whose_first_engine_is_out(checkpoint: Callable[..., Path]) -> None:
+    options = {"model": str(checkpoint(seed=2)), "devices": 2, "warmup": "none", "restart": False}
+    with EnginePool(**options, **SMALL) as pool:
+        first, mesh = pool.engines[0], mesh_of(2)
+        raise_in_step(pool, 0)
+        first.generate(input_ids=[5])
+        until(lambda: "scheduler" not in first.scheduler_info)
+        actor = load(checkpoint(), "qwen3", mesh)
+        rollout = Watched(actor, tokenizer_of(checkpoint()), mesh, CONFIG, pool=pool)
+        rollout.generate(PROMPTS, CONFIG)
+        assert assert_outputs(rollout) > 0
 
 
 def test_weights_that_were_restored(

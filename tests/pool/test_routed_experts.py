@@ -286,6 +286,11 @@ def test_experts_are_replayed(pool: EnginePool, one: EnginePool) -> None:
     rows[len(PROMPTS[2]) - 1 + 4] += 1  # the token at 4 was sampled from it
     results[2]["meta_info"]["routed_experts"] = base64.b64encode(rows.tobytes()).decode()
     assert rl.replay(one, results, PROMPTS, SAMPLED, version=0).other_experts == [(2, 4)]
+    for result in results:
+        del result["meta_info"]["routed_experts"]
+    without = ask(pool, PROMPTS, SAMPLED, return_logprob=True, partial_outputs=results)
+    assert {result["meta_info"]["routed_experts"] for result in without} == {""}
+    assert rl.replay(one, without, PROMPTS, SAMPLED, version=0).same
 
 
 def test_everything_is_replayed(
