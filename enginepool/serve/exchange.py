@@ -182,8 +182,9 @@ class Exchange:
     def _before_submission(self, call: Call) -> None:
         """Raise if the drain's time is over. Abort what was aborted while the call was made."""
         self._exchanges.check_cut()
-        aborted = [r for r in call.requests if self._exchanges.was_aborted(r, self._aborts)]
-        self._front.runtime.dispatch.abort(aborted, "abort_request", "cancelled")
+        was_aborted = self._exchanges.was_aborted
+        if aborted := [one for one in call.requests if was_aborted(one, self._aborts)]:
+            self._front.runtime.dispatch.abort(aborted, "abort_request", "cancelled")
 
     async def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
         """Replaces upstream's method of this name: yields the result, or chunks."""

@@ -332,7 +332,7 @@ def test_the_first_engine_is_rebuilt_meanwhile(
     """The error says so, and nothing is loaded."""
     with (
         rebuilt_meanwhile(adapted, 0, monkeypatch),
-        pytest.raises(WeightUpdateFailed, match=r"engine 0 failed .*try again"),
+        pytest.raises(WeightUpdateFailed, match=r"engine 0: .*try again"),
     ):
         load(adapted, world, "a")
     assert adapted.stats()["lora_adapters"] == {}
