@@ -61,7 +61,7 @@ class StagedWeights:
             InvalidWeights: A shared leaf was deleted or donated since.
             WeightUpdateFailed, InvalidRequest, PoolClosed, PoolFailed: As `update_weights`.
         """
-        Options(mode=mode).check()
+        options = Options(mode=mode)
         with updating(self._runtime, "commit()") as workers:
             update = self._update
             if update is None:
@@ -69,7 +69,7 @@ class StagedWeights:
                     f"the weights {self.weight_version!r} cannot be committed: {self._why}"
                 )
             _check_staged(update, workers)
-            report = update.attempt(mode).finish()
+            report = update.attempt(options.mode).finish()
             self.make_stale("they are committed already")
         return report
 
@@ -97,7 +97,6 @@ def stage_weights(
 ) -> StagedWeights:
     """See `EnginePool.stage_weights`."""
     options = replace(options, staging="double")
-    options.check()
     with updating(runtime, "stage_weights()") as workers:
         update = Update(runtime, workers, source, options)
         update.prepare()

@@ -32,7 +32,6 @@ from enginepool.weights.sources import read_source
 
 def update_weights(runtime: Runtime, source: Any, options: Options) -> SwapReport:
     """See `EnginePool.update_weights`."""
-    options.check()
     with updating(runtime, "update_weights()") as workers:
         update = Update(runtime, workers, source, options)
         update.prepare()
