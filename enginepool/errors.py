@@ -16,7 +16,7 @@ EnginePoolError
 ├── StepTimeout                     a step of an engine does not return
 ├── NotFinite                       log-probabilities of an engine are not finite numbers
 ├── PoolFailed                      no engine is left to serve
-│   └── NoWeights                   weights were released, or their owner deleted them
+│   └── NoWeights                   weights were released or deleted, or an update failed
 └── RequestFailed                   one output ended early (only inside RequestsFailed)
 RequestsFailed (ExceptionGroup)     what `raise_on_error=True` raises
 """
@@ -187,8 +187,8 @@ class PoolFailed(_WithResults):
 
 
 class NoWeights(PoolFailed):
-    """Raised if no engine has weights, because they were released or their owner deleted them. The
-    next `update_weights` brings new ones."""
+    """Raised if an engine that a call needs has no weights: they were released, their owner deleted
+    them, or an update failed. The next `update_weights` brings new ones."""
 
 
 class RequestFailed(EnginePoolError):

@@ -23,25 +23,27 @@ _fallback = structlog.wrap_logger(
 
 
 class _Logger:
-    """A bound logger that never raises."""
-
-    def __init__(self, bound: Any) -> None:
-        self._bound = bound
+    """A logger that never raises."""
 
     def __getattr__(self, level: str) -> Any:
         def log(event: str, **fields: Any) -> None:
             try:
-                getattr(self._bound, level)(event, **fields)
+                # Made for each event, because structlog may be configured at any time.
+                configured = structlog.is_configured()
+                base = structlog.get_logger("enginepool") if configured else _fallback
+                getattr(base, level)(event, **fields)
             except Exception as error:  # a full disk, a closed stream, a processor of the program
                 _stdlib.warning("enginepool.event_not_logged: %s: %r", event, error)
 
         return log
 
 
-def logger(**bound: Any) -> Any:
-    """A bound logger. Made for each event, because structlog may be configured at any time."""
-    base = structlog.get_logger("enginepool") if structlog.is_configured() else _fallback
-    return _Logger(base.bind(**bound))
+_logger = _Logger()
+
+
+def logger() -> Any:
+    """The library's logger."""
+    return _logger
 
 
 def take_traceback(error: BaseException) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 _PER_SECOND = 4
 
@@ -15,7 +16,7 @@ def start_line(text: Callable[[], str], wanted: bool) -> Iterator[None]:
 
     Nothing is shown if standard error is no terminal: a pipe, a notebook or a test sees nothing.
     """
-    if not wanted or sys.stderr is None or sys.stderr.closed or not sys.stderr.isatty():
+    if not wanted or not is_terminal(sys.stderr):
         yield
         return
     from rich.console import Console
@@ -32,6 +33,14 @@ def start_line(text: Callable[[], str], wanted: bool) -> Iterator[None]:
         refresh_per_second=_PER_SECOND,
         transient=True,
         # Other prints go above the line. A redirected standard output stays as it is.
-        redirect_stdout=sys.stdout is not None and sys.stdout.isatty(),
+        redirect_stdout=is_terminal(sys.stdout),
     ):
         yield
+
+
+def is_terminal(stream: Any) -> bool:
+    """Whether a standard stream is a terminal."""
+    try:
+        return stream.isatty()
+    except (AttributeError, ValueError):  # a program's own object that only writes; None; closed
+        return False

@@ -146,8 +146,9 @@ class Request:
 
     @property
     def ran(self) -> bool:
-        """Whether an engine has computed anything for it."""
-        return bool(self.prompt_weight_versions or self.output_ids)
+        """Whether an engine has computed anything for it. With a partial output: whether an engine
+        has computed a token."""
+        return bool(self.begun or (self.prompt_weight_versions and not self.given))
 
     def absorb(self, output_ids: list[int], logprobs: list[float], version: int | str) -> None:
         """Take over all outputs that an engine has produced so far.

@@ -107,12 +107,9 @@ class Assembly:
 
     def rebuild(self, *, dummy_weights: bool) -> None:
         """Renew everything, with the checkpoint's weights or with placeholders."""
-        old: Any = self.engine
         self.take_apart()
         changed = {"load_format": "dummy"} if dummy_weights else {}
         self._build({**self._server_args, **changed})
-        new: Any = self.engine
-        new.tokenizer_manager, new.loop = old.tokenizer_manager, old.loop
         self.warm_up(compile_programs=self._compile_programs)
 
     def built(self) -> PinnedScheduler:
@@ -129,16 +126,19 @@ class Assembly:
         started = time.perf_counter()
         self.start.clear()
         with self.start.listening():
-            self.engine = build_engine(
+            engine: Any = build_engine(
                 server_args, self._devices, self._channel, self.precision, self.start, source
             )
+            if (old := self.engine) is not None:  # before the check below, which may fail
+                engine.tokenizer_manager, engine.loop = old.tokenizer_manager, old.loop
+            self.engine = engine
             scheduler = self.built()
             self.leaves = scheduler.leaves
             # A copy, or an engine rebuilt with placeholders, has a model that was checked.
             if source is None and server_args.get("load_format") != "dummy":
                 runner = scheduler.tp_worker.worker.model_runner
                 with self.start.stage("check"), self.precision.on_this_thread():
-                    check_model(runner, self.engine.server_args, scheduler.config_reads)
+                    check_model(runner, engine.server_args, scheduler.config_reads)
         self._channel.attach(scheduler)
         self.build_seconds = time.perf_counter() - started
 

@@ -46,29 +46,25 @@ class Jobs:
 
         The future fails with `EngineStopped` if the engine stops before the job runs.
         """
-        future: Future[T] = Future()
-        with self._lock:
-            if self._closed is None:
-                self._jobs.append((job, future))
-            else:
-                future.set_exception(EngineStopped(self._closed))
-        self._wake()
-        return future
+        return self._add(job, None)
 
     def add_when(self, condition: Callable[[], bool], job: Callable[[], T]) -> Future[T]:
         """Run `job` at the first step boundary at which `condition` holds; see `add`.
 
         An idle engine checks the condition again when it is woken.
         """
+        return self._add(job, condition)
+
+    def _add(self, job: Callable[[], T], condition: Callable[[], bool] | None) -> Future[T]:
         future: Future[T] = Future()
-
-        def listed(adding: Future[None]) -> None:
-            error = adding.exception()
-            if error is not None and future.set_running_or_notify_cancel():
-                future.set_exception(error)
-
-        add = self.add(lambda: self._waiting.append((condition, job, future)))
-        add.add_done_callback(listed)
+        with self._lock:
+            if self._closed is not None:
+                future.set_exception(EngineStopped(self._closed))
+            elif condition is None:
+                self._jobs.append((job, future))
+            else:
+                self._waiting.append((condition, job, future))
+        self._wake()
         return future
 
     def open(self) -> None:
@@ -81,24 +77,21 @@ class Jobs:
         too."""
         with self._lock:
             self._closed = why
-            jobs, self._jobs = self._jobs, deque()
+            futures = [future for *_, future in (*self._jobs, *self._waiting)]
+            self._jobs.clear()
+            self._waiting.clear()
             if last is not None:
                 self._jobs.append((last, Future()))
+                futures += [] if self._running is None else [self._running]
         self._answer_broken()
-        waiting, self._waiting = self._waiting, []
-        for future in [future for *_, future in (*jobs, *waiting)]:
-            if future.set_running_or_notify_cancel():
-                future.set_exception(EngineStopped(why))
-        if last is not None and (running := self._running) is not None:
-            _answer(running, EngineStopped(why))
+        for future in futures:
+            _answer(future, EngineStopped(why))
 
     # The engine's thread
 
     def due(self) -> bool:
         """Whether `run_due` would run a job."""
-        return bool(self._jobs or self._broken) or any(
-            future.cancelled() or condition() for condition, _, future in self._waiting
-        )
+        return bool(self._jobs or self._broken) or self._ready() is not None
 
     def run_due(self) -> None:
         """Run every job that is due, and every job that becomes due meanwhile.
@@ -107,26 +100,28 @@ class Jobs:
             StopEngine, EngineBroken: A job ended the loop.
         """
         self._answer_broken()  # the engine has lost shared weights as well, and goes on without
-        while True:
-            while self._jobs:
-                self._run(*self._jobs.popleft())
-            if not self._run_one_waiting():
-                return
-
-    def _run_one_waiting(self) -> bool:
         # One at a time: a job may change what others wait for.
-        for entry in self._waiting:
-            condition, job, future = entry
-            if future.cancelled() or condition():
-                self._waiting.remove(entry)
-                self._run(job, future)
-                return True
-        return False
+        while (job := self._take()) is not None:
+            self._run(*job)
+
+    def _ready(self) -> tuple[Callable[[], bool], Callable[[], object], Future] | None:
+        """A job whose condition holds."""
+        return next((entry for entry in list(self._waiting) if entry[0]()), None)
+
+    def _take(self) -> tuple[Callable[[], object], Future] | None:
+        ready = None if self._jobs else self._ready()
+        with self._lock:  # another thread may have closed the engine meanwhile
+            if self._jobs:
+                job, future = self._jobs.popleft()
+            elif ready is not None and ready in self._waiting:
+                self._waiting.remove(ready)
+                _, job, future = ready
+            else:
+                return None
+            self._running = future
+            return job, future
 
     def _run(self, job: Callable[[], object], future: Future) -> None:
-        if not future.set_running_or_notify_cancel():
-            return
-        self._running = future
         try:
             _answer(future, job())
         except StopEngine:

@@ -144,7 +144,13 @@ class PinnedEngine:
         return self.leaves.replace(arrays, shared)
 
     def restore_weights(self, arrays: Mapping[str, jax.Array], shared: Collection[str]) -> None:
-        """As a job: cancel the update. Put `arrays` back, if there are any."""
-        if arrays:
+        """As a job: cancel the update. Put `arrays` back, if there are any.
+
+        Raises:
+            EngineBroken: That failed. The engine leaves its loop, and gets other weights.
+        """
+        try:
             self.leaves.replace(arrays, shared)
+        except Exception as error:
+            raise EngineBroken(f"could not put its old weights back: {error!r}") from error
         self.condition.weights.being_replaced = False

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
+from enginepool.console.start_line import is_terminal
 from enginepool.dispatch.request import Call
 
 
@@ -43,7 +44,7 @@ def progress_bar(
         TextColumn("{task.fields[speed]}"),
     )
     # On a terminal, other prints go above the bar. A redirected standard output stays as it is.
-    shared = sys.stdout is not None and sys.stdout.isatty()
+    shared = is_terminal(sys.stdout)
     with Progress(*columns, console=Console(stderr=True), redirect_stdout=shared) as progress:
         task = progress.add_task("generating", total=total, speed="")
 

@@ -71,7 +71,7 @@ def read_adapter(
     """Read an adapter and check that an engine can hold it.
 
     Args:
-        config: The fields of adapter_config.json; a folder has its own.
+        config: The fields of adapter_config.json. None for a folder, which has its own.
         paths: The model's leaf path for each Hugging Face name.
         layers: The input and output size of each layer that can be adapted, by path.
 
@@ -79,8 +79,12 @@ def read_adapter(
         InvalidWeights: The error names what does not fit.
     """
     if isinstance(source, str | Path):
+        if config is not None:
+            raise InvalidWeights(
+                f"config_dict={shown(config)}: a folder has its own {CONFIG}; leave config_dict out"
+            )
         folder = find(source, download_dir)
-        config = _read_config(folder) if config is None else config
+        config = _read_config(folder)
         file = TensorFile(folder / FILE)
         arrays: dict[str, Any] = {name: file.load(name) for name in file.tensors}
         what = str(folder)

@@ -36,7 +36,7 @@ class AdapterCalls(CallGroup):
                 arrays. It is copied.
             config_dict: The fields of adapter_config.json, if `source` is a dict: `r`,
                 `lora_alpha` and, if they are used, `use_rslora`, `rank_pattern` and
-                `alpha_pattern`. None: the fields of the previous version.
+                `alpha_pattern`. None: the fields of the previous version. A folder has its own.
             weight_version: The label in `meta_info["lora_versions"]`. None: a number that no
                 other version of any adapter has.
             mode: What happens to running requests of the previous version. "drain": they finish on

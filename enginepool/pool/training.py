@@ -9,6 +9,7 @@ from enginepool.frontend.cancellation import async_twin
 from enginepool.pool.calls import CallGroup
 from enginepool.runtime import memory_occupation, update, weight_inspection
 from enginepool.runtime.forward_function import forward_function
+from enginepool.runtime.noise import perturb_weights
 from enginepool.runtime.quiesce import SwapMode
 from enginepool.runtime.staged_weights import StagedWeights, stage_weights
 from enginepool.runtime.swap_options import Options, Staging, Strategy
@@ -146,9 +147,7 @@ class WeightCalls(CallGroup):
         self, seed: int = 0, scale: float = 1e-3, num_leaves: int = 1
     ) -> SwapReport:
         """Add normal noise to the first `num_leaves` leaves. Every engine gets the same noise."""
-        return self.update_weights(
-            weight_inspection.noise(self.runtime, seed, scale, num_leaves), strict=False
-        )
+        return perturb_weights(self.runtime, seed, scale, num_leaves)
 
     def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[Any]:
         """The first rows of a tensor, in float32.

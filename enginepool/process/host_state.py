@@ -50,7 +50,7 @@ _JAX_CONFIG = (
 def preserved() -> Iterator[None]:
     """Restore on exit the process-wide state that upstream changes while it builds.
 
-    Holds `BUILD_LOCK`. Only upstream's own environment variables are restored. The global `random`
+    Holds `BUILD_LOCK`. Of the environment, only `_ENVIRONMENT` is restored. The global `random`
     and NumPy generators return to their state at entry, because upstream seeds both. Other threads
     that use them meanwhile will get the same numbers again.
     """
@@ -77,7 +77,7 @@ def _protects(name: str) -> bool:
 
 
 def restore_environ(before: dict[str, str]) -> None:
-    """Undo what upstream's import and constructors changed in its variables since `before`."""
+    """Restore the variables of `_ENVIRONMENT` as they were in `before`."""
     for name in _ENVIRONMENT:
         if os.environ.get(name) != before.get(name):
             if name in before:

@@ -65,11 +65,11 @@ class MatmulPrecision:
 def _replace_update() -> Callable[[], None]:
     original = jax.config.update
 
-    def update(name: str, value: Any) -> None:
+    def update(name: str, val: Any) -> None:  # JAX's own names, which a host may use
         if name == _NAME and _upstreams_choice.active:
-            _thread.choose(value)
+            _thread.choose(val)
         else:
-            original(name, value)
+            original(name, val)
 
     jax.config.__dict__["update"] = update
 

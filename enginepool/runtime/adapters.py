@@ -62,15 +62,15 @@ def load_adapter(
     mode: SwapMode,
 ) -> AdapterReport:
     """See `EnginePool.load_lora_adapter`."""
-    check_load(runtime, name, Options(weight_version, mode))
+    options = Options(weight_version, mode)
+    check_load(runtime, name)
     with updating(runtime, "load_lora_adapter()") as workers:
         load = AdapterLoad(runtime, workers, name)
-        load.stage(source, config, weight_version)
-        return load.commit(workers, mode)
+        load.stage(source, config, options.weight_version)
+        return load.commit(workers, options.mode)
 
 
-def check_load(runtime: Runtime, name: Any, options: Options) -> None:
-    options.check()
+def check_load(runtime: Runtime, name: Any) -> None:
     runtime.adapters.check_enabled(name, "lora_name")
     if not isinstance(name, str) or not name:
         raise InvalidRequest(f"lora_name={shown(name)}: expected a name")

@@ -14,7 +14,7 @@ from enginepool.engine.worker import EngineWorker
 from enginepool.errors import WeightUpdateFailed
 from enginepool.logs import logger
 from enginepool.runtime.quiesce import StoppedEngines
-from enginepool.runtime.staging import Staged, naming, put, wait
+from enginepool.runtime.staging import Staged, check_complete, naming, put, wait
 from enginepool.weights.conversion import Piece
 from enginepool.weights.plan import Plan
 
@@ -73,6 +73,7 @@ def stream(
             touched += [leaf for piece in batch for leaf in piece.leaves]
             staged[lead.index].shared |= _replace(lead, plan, batch, copy)
             del batch
+        check_complete(engines.workers, plan)  # what an iterator has is known only now
     except BaseException as error:
         if usable and touched:  # else the engine has what it had
             _restore(lead, [*others, *siblings], plan, touched, error)

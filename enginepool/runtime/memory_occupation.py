@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from enginepool.engine.worker import EngineWorker
 from enginepool.errors import EnginePoolError, InvalidRequest
 from enginepool.runtime.quiesce import StoppedEngines, quiesced
 from enginepool.runtime.runtime import Runtime
+from enginepool.values import plain, shown
 
 
 def release_kv_cache(runtime: Runtime, tags: Sequence[str]) -> int:
     """See `EnginePool.release_memory_occupation`."""
-    if tuple(tags) != ("kv_cache",):
+    given = plain(tags)
+    if not isinstance(given, Collection) or list(given) != ["kv_cache"]:
         raise InvalidRequest(
-            f"tags={tuple(tags)!r}: expected ('kv_cache',); release_weights() releases weights"
+            f"tags={shown(tags)}: expected ('kv_cache',); release_weights() releases weights"
         )
 
     def drop(worker: EngineWorker) -> int:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from typing import Literal, TypeVar, get_args
 
 from enginepool.dispatch.request import Request, aborted
@@ -118,7 +119,7 @@ class _Stop:
         self._single_stepping = mode != "drain" and len(engines.workers) > 1
         self._stopped_at: dict[int, float] = {}
         self._taken: list[Request] = []
-        self._waits: list[Future[None]] = []
+        self._over = False
 
     def run(self) -> None:
         if self._mode == "drain":
@@ -138,8 +139,7 @@ class _Stop:
                 request.call.finish(request, aborted("update_weights(mode='abort')", "cancelled"))
 
     def undo(self) -> None:
-        for future in self._waits:
-            future.cancel()
+        self._over = True  # an engine that has not stopped yet stops no more
         # Queue the retracted requests before the engines go on, so that they run first.
         self._resume()
         futures = [w.channel.run(lambda w=w: self._go_on(w)) for w in self._engines.workers]
@@ -161,15 +161,14 @@ class _Stop:
         with one_step_at_a_time(stepping):
             for worker in workers:
                 # A drained engine idles. Once all are drained, `run` stops them together.
-                job = _nothing if self._mode == "drain" else (lambda w=worker: self._stop(w))
-                future = worker.channel.run_when(lambda w=worker: self._due(w), job)
-                self._waits.append(future)
-                futures.append((worker, future))
+                job = _nothing if self._mode == "drain" else partial(self._stop, worker)
+                due = partial(self._due, worker)
+                futures.append((worker, worker.channel.run_when(due, job)))
             self._engines.collect(futures)
 
     def _due(self, worker: EngineWorker) -> bool:
         """Whether the engine may stop at this step boundary. Runs on its thread."""
-        if not worker.condition.may_step:
+        if self._over or not worker.condition.may_step:
             return True
         if self._mode == "drain":
             return not (worker.channel.has_work() or self._queue.begun(self._engines.able()))
@@ -180,6 +179,8 @@ class _Stop:
 
     def _stop(self, worker: EngineWorker) -> None:
         """Runs on the engine's thread, as `_go_on` does."""
+        if self._over:
+            return
         worker.pause("swap")
         self._stopped_at[worker.index] = time.perf_counter()
         if self._mode != "in_place":

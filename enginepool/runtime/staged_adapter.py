@@ -34,7 +34,7 @@ class StagedAdapter:
             StaleWeights: It was committed or discarded.
             WeightUpdateFailed, InvalidRequest, PoolClosed, PoolFailed: As `load_lora_adapter`.
         """
-        Options(mode=mode).check()
+        options = Options(mode=mode)
         with updating(self._runtime, "commit()") as workers:
             load = self._load  # read once: another thread may discard it
             if load is None:
@@ -42,7 +42,7 @@ class StagedAdapter:
                     f"{self.lora_name!r} of version {self.weight_version!r} cannot be committed: "
                     "it was committed or discarded already"
                 )
-            report = load.commit(workers, mode)
+            report = load.commit(workers, options.mode)
             self.discard()
         return report
 
@@ -62,8 +62,9 @@ def stage_adapter(
     weight_version: int | str | None,
 ) -> StagedAdapter:
     """See `EnginePool.stage_lora_adapter`."""
-    check_load(runtime, name, Options(weight_version))
+    options = Options(weight_version)
+    check_load(runtime, name)
     with updating(runtime, "stage_lora_adapter()") as workers:
         load = AdapterLoad(runtime, workers, name)
-        load.stage(source, config, weight_version)
+        load.stage(source, config, options.weight_version)
         return StagedAdapter(runtime, load)

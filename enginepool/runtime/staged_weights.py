@@ -11,7 +11,7 @@ from enginepool.errors import InvalidWeights, StaleWeights
 from enginepool.frontend.cancellation import async_twin
 from enginepool.runtime.quiesce import SwapMode
 from enginepool.runtime.runtime import Runtime
-from enginepool.runtime.staging import stage
+from enginepool.runtime.staging import check_complete, stage
 from enginepool.runtime.swap_options import Options
 from enginepool.runtime.swap_report import SwapReport
 from enginepool.runtime.update import Update
@@ -61,7 +61,7 @@ class StagedWeights:
             InvalidWeights: A shared leaf was deleted or donated since.
             WeightUpdateFailed, InvalidRequest, PoolClosed, PoolFailed: As `update_weights`.
         """
-        Options(mode=mode).check()
+        options = Options(mode=mode)
         with updating(self._runtime, "commit()") as workers:
             update = self._update
             if update is None:
@@ -69,7 +69,7 @@ class StagedWeights:
                     f"the weights {self.weight_version!r} cannot be committed: {self._why}"
                 )
             _check_staged(update, workers)
-            report = update.attempt(mode).finish()
+            report = update.attempt(options.mode).finish()
             self.make_stale("they are committed already")
         return report
 
@@ -97,7 +97,6 @@ def stage_weights(
 ) -> StagedWeights:
     """See `EnginePool.stage_weights`."""
     options = replace(options, staging="double")
-    options.check()
     with updating(runtime, "stage_weights()") as workers:
         update = Update(runtime, workers, source, options)
         update.prepare()
@@ -130,8 +129,10 @@ def _check_staged(update: Update, workers: list[EngineWorker]) -> None:
                 "stage_weights shared; pass copy=True to keep a copy of them",
                 names=gone,
             )
-    update.check_complete(update.plan)
-    sibling = next(iter(update.staged.values()))
+    check_complete(workers, update.plan)
+    # Of an engine that serves, if there is one. The device of another may not answer any more.
+    first = next((w.index for w in workers if w.index in update.staged), next(iter(update.staged)))
+    sibling = update.staged[first]
     for worker in workers:
         if worker.index not in update.staged:
             again = update.plan.again(sibling.arrays, worker.leaves.specs)

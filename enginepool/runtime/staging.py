@@ -12,7 +12,7 @@ import jax
 
 from enginepool.engine.jobs import EngineStopped
 from enginepool.engine.worker import EngineWorker
-from enginepool.errors import EnginePoolError, WeightUpdateFailed
+from enginepool.errors import EnginePoolError, InvalidWeights, WeightUpdateFailed
 from enginepool.weights.arrays import Array
 from enginepool.weights.conversion import Piece
 from enginepool.weights.placement import free_bytes, lies_there, moves
@@ -40,6 +40,20 @@ def choose_staging(plan: Plan, workers: Sequence[EngineWorker], copy: bool) -> s
             if free is not None and arriving > free:
                 return "stream"
     return "double"
+
+
+def check_complete(workers: Sequence[EngineWorker], plan: Plan) -> None:
+    """
+    Raises:
+        InvalidWeights: An engine has lost weights that the source does not have.
+    """
+    for worker in [w for w in workers if w.condition.reachable]:
+        if lost := set(worker.leaves.lost()).difference(plan.paths):
+            raise InvalidWeights(
+                f"{len(lost)} weights are neither on engine {worker.index} nor in the source; "
+                "update all weights",
+                names=sorted(lost),
+            )
 
 
 def stage(plan: Plan, workers: Sequence[EngineWorker], copy: bool) -> dict[int, Staged]:

@@ -15,13 +15,12 @@ from typing import Any
 
 from enginepool.engine.jobs import EngineStopped
 from enginepool.engine.worker import EngineWorker
-from enginepool.errors import InvalidWeights, PoolClosed
 from enginepool.runtime.commit import commit, leave_without_weights, stream
 from enginepool.runtime.memory_occupation import without_kv_caches
 from enginepool.runtime.quiesce import StoppedEngines, SwapMode, quiesced
 from enginepool.runtime.runtime import Runtime
 from enginepool.runtime.served_config import check_config
-from enginepool.runtime.staging import Staged, choose_staging, stage
+from enginepool.runtime.staging import Staged, check_complete, choose_staging, stage
 from enginepool.runtime.swap_options import Options
 from enginepool.runtime.swap_report import EngineSwap, QuantizedMatrix, SwapReport
 from enginepool.runtime.update_lock import reading, updating
@@ -32,7 +31,6 @@ from enginepool.weights.sources import read_source
 
 def update_weights(runtime: Runtime, source: Any, options: Options) -> SwapReport:
     """See `EnginePool.update_weights`."""
-    options.check()
     with updating(runtime, "update_weights()") as workers:
         update = Update(runtime, workers, source, options)
         update.prepare()
@@ -114,21 +112,8 @@ class Update:
             plan = Plan(source, scheduler.leaves, mapping, fits, strict=strict)
             if source.directory is not None and self.options.strict:
                 check_config(source.directory, self.runtime.config)
-        self.check_complete(plan)
+        check_complete(self.workers, plan)
         return plan
-
-    def check_complete(self, plan: Plan) -> None:
-        """
-        Raises:
-            InvalidWeights: An engine has lost weights that the source does not have.
-        """
-        for worker in [w for w in self.workers if w.condition.reachable]:
-            if lost := set(worker.leaves.lost()).difference(plan.paths):
-                raise InvalidWeights(
-                    f"{len(lost)} weights are neither on engine {worker.index} nor in the source; "
-                    "update all weights",
-                    names=sorted(lost),
-                )
 
     # Atomic
 
@@ -148,6 +133,8 @@ class Update:
     def _stage(self, plan: Plan, workers: Sequence[EngineWorker]) -> None:
         with self._timed("stage"):
             self.staged.update(stage(plan, workers, self.options.copy))
+            if plan is self.plan:  # what an iterator has is known only now
+                check_complete(self.workers, plan)
 
     def _place(
         self, plan: Plan, engines: StoppedEngines, siblings: Sequence[EngineWorker] = ()
@@ -165,6 +152,13 @@ class Update:
         """Put the staged leaves in place on every engine or on none."""
         if self.staging == "double":  # else they are in place already
             self.before = commit(engines, self.staged)
+        try:
+            self._label_all(engines)
+        except KeyboardInterrupt:  # some engines may have the old label
+            self._label_all(engines)
+            raise
+
+    def _label_all(self, engines: StoppedEngines) -> None:
         desired = self.runtime.desired
         desired.weight_version, desired.update = self.version, self.number
         engines.run(self._label)
@@ -193,21 +187,26 @@ class Update:
 
     def _roll(self) -> None:
         """Swap one engine after the other, while the others serve."""
-        for worker in self.workers:
+        for place, worker in enumerate(self.workers):
             try:
                 self._roll_one(worker)
-            except (PoolClosed, InvalidWeights):
-                raise
-            except Exception as error:
+            except BaseException as error:
                 if self.runtime.desired.update != self.number or self.runtime.closed:
                     raise
                 # An engine has the new weights, so there is no way back. It may be this one.
-                self.failed[worker.index] = f"its update of weights failed: {error}"
-                job = partial(leave_without_weights, worker, self.failed[worker.index])
-                with suppress(EngineStopped):  # it comes back with the new weights
-                    worker.channel.run(job).result()
-                if worker is self.workers[-1] and not self.pauses:
+                interrupted = not isinstance(error, Exception)
+                for late in self.workers[place:] if interrupted else [worker]:
+                    self._leave_late(late, error)
+                if interrupted or (worker is self.workers[-1] and not self.pauses):
                     raise
+
+    def _leave_late(self, worker: EngineWorker, error: BaseException) -> None:
+        """Leave an engine without weights, unless it has the new ones."""
+        self.failed[worker.index] = f"its update of weights failed: {str(error) or repr(error)}"
+        if worker.condition.weights.update != self.number:
+            job = partial(leave_without_weights, worker, self.failed[worker.index])
+            with suppress(EngineStopped):  # it comes back with the new weights
+                worker.channel.run(job).result()
 
     def _roll_one(self, worker: EngineWorker) -> None:
         plan, siblings = self.plan, self.workers[1:]

@@ -1,4 +1,4 @@
-"""Looks at engines' weights: checksums, one tensor, and noise that makes an update visible."""
+"""Looks at engines' weights: checksums, and one tensor."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 from enginepool.errors import EnginesDiffer, InvalidRequest, NoWeights
 from enginepool.runtime.runtime import Runtime
 from enginepool.runtime.staging import Staged
+from enginepool.values import is_int, plain, shown
 from enginepool.weights.arrays import lost
 from enginepool.weights.fingerprint import fingerprints
 from enginepool.weights.plan import Plan
@@ -90,31 +91,16 @@ def swap_fingerprints(
     raise runtime.failure()
 
 
-def noise(runtime: Runtime, seed: int, scale: float, num_leaves: int) -> dict[str, jax.Array]:
-    """The first leaves with noise added; see `EnginePool.perturb_weights`."""
-    if num_leaves < 1:
-        raise InvalidRequest(f"num_leaves={num_leaves}: expected at least 1")
-
-    def read() -> dict[str, jax.Array]:
-        worker, arrays = _of_one(runtime)
-        leaves, key = worker.leaves, jax.random.key(seed)
-        changed = {}
-        for index, path in enumerate(list(leaves.source_specs)[:num_leaves]):
-            spec = leaves.source_specs[path]
-            # On the host, so that the result is the same for every device and sharding.
-            drawn = np.asarray(jax.random.normal(jax.random.fold_in(key, index), spec.shape))
-            host = leaves.on_host(path, arrays)
-            changed[path] = (host.astype(np.float32) + drawn * scale).astype(spec.dtype)
-        return changed
-
-    return _outside_updates(runtime, "perturb_weights()", read)
-
-
 def by_name(runtime: Runtime, name: str, truncate_size: int) -> list[Any]:
     """See `EnginePool.get_weights_by_name`."""
+    name, truncate_size = plain(name), plain(truncate_size)
+    if not isinstance(name, str):
+        raise InvalidRequest(f"name={shown(name)}: expected a string")
+    if not (is_int(truncate_size) and truncate_size >= 0):
+        raise InvalidRequest(f"truncate_size={shown(truncate_size)}: expected a count, 0 or more")
 
     def read() -> list[Any]:
-        worker, arrays = _of_one(runtime)
+        worker, arrays = of_one(runtime)
         mapping, leaves = worker.scheduler.hugging_face, worker.leaves
         path = mapping.paths.get(name, name)
         if path not in leaves.specs and path not in leaves.source_specs:
@@ -130,7 +116,7 @@ def by_name(runtime: Runtime, name: str, truncate_size: int) -> list[Any]:
     return _outside_updates(runtime, "get_weights_by_name()", read)
 
 
-def _of_one(runtime: Runtime) -> tuple[EngineWorker, dict[str, jax.Array]]:
+def of_one(runtime: Runtime) -> tuple[EngineWorker, dict[str, jax.Array]]:
     """The first engine whose loop runs, and its leaves."""
     index, arrays = next(iter(_arrays(runtime).items()))
     return runtime.workers[index], arrays

@@ -13,6 +13,7 @@ import pytest
 
 from enginepool import EnginePool
 from enginepool.engine.executable_cache import ExecutableCache
+from enginepool.process.precision import MatmulPrecision
 from tests.support import faults
 from tests.support.layouts import tensors
 from tests.support.pools import SMALL, open_with
@@ -74,6 +75,11 @@ def a_gpus_choice(monkeypatch: pytest.MonkeyPatch, seen: list[Any]) -> None:
         initialize(runner, *args, **kwargs)
 
     monkeypatch.setattr(ModelRunner, "initialize", asking)
+
+
+def test_the_host_may_name_jaxs_arguments_while_an_engine_is_built() -> None:
+    with MatmulPrecision().building():
+        jax.config.update(name="jax_log_compiles", val=jax.config.jax_log_compiles)
 
 
 def test_upstreams_choice_is_the_engines_alone(

@@ -85,6 +85,12 @@ def test_arrays_need_a_scale(adapted: EnginePool, world: World) -> None:
     adapted.load_lora_adapter("x", world.arrays["a"])  # the scale is known from the load before
 
 
+def test_a_folder_has_its_own_fields(adapted: EnginePool, world: World) -> None:
+    """Others beside it would change its scale."""
+    with pytest.raises(InvalidWeights, match="a folder has its own adapter_config"):
+        adapted.load_lora_adapter("x", world.folders["a"], config_dict=config(4, 99))
+
+
 def test_a_scale_of_zero_for_most_layers() -> None:
     """`alpha_pattern` gives one layer a scale, and `lora_alpha` gives the others none."""
     a, b = np.ones((4, 8), np.float32), np.ones((6, 4), np.float32)

@@ -1,5 +1,6 @@
 """New versions of adapters under load, and more adapters than slots."""
 
+import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -94,6 +95,15 @@ def test_hot_updates(mode: Any, adapted: EnginePool, world: World) -> None:
         input_ids=[PROMPTS[0]], sampling_params=GREEDY, lora_path="x", return_logprob=True
     )
     check(world, [PROMPTS[0]], [of[20]], [after])
+
+
+def test_a_version_of_numpy(adapted: EnginePool, world: World) -> None:
+    """Results carry a plain number, which JSON has."""
+    adapted.load_lora_adapter("x", world.folders["a"], weight_version=np.int64(3))
+    (result,) = adapted.generate_all(
+        input_ids=[PROMPTS[0]], sampling_params=GREEDY, lora_path="x", return_logprob=True
+    )
+    assert json.dumps(result["meta_info"]["lora_versions"]) == "[[0, 12, 3]]"
 
 
 def test_in_place_changes_what_runs(adapted: EnginePool, world: World) -> None:

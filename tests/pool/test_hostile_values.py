@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from enginepool import EnginePool, InvalidConfig, InvalidRequest
+from enginepool import EnginePool, InvalidConfig, InvalidRequest, InvalidWeights
 from enginepool.frontend.sampling import NAMES
-from enginepool.values import is_number, plain
+from enginepool.values import is_int, is_number, plain
 from tests.pool.test_bad_input import GREEDY, IDS, refused
 from tests.support.liveness import at_rest, until
 
@@ -143,6 +143,37 @@ def test_steering(pool: EnginePool) -> None:
             refused(pool, lambda v=value: pool.close(v), "timeout=", prompt=None)
     assert not pool.closed
     assert {engine["state"] for engine in pool.stats()["engines"]} == {"serving"}
+
+
+UPDATES: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("strict", "copy", "free_kv"), lambda value: isinstance(value, bool | None)),
+    **dict.fromkeys(("mode", "strategy", "staging"), lambda _: False),
+    "weight_version": lambda value: value is None or isinstance(value, str) or is_int(value),
+}
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_updates(pool: EnginePool, name: str) -> None:
+    """Options of an update. What is valid gets as far as the source, which is none."""
+    for value in hostile():
+        kind = InvalidWeights if UPDATES[name](plain(value)) else InvalidRequest
+        with pytest.raises(kind, match=f"{name}=" if kind is InvalidRequest else "cannot read"):
+            pool.update_weights(object(), **{name: value})
+
+
+def test_other_calls_about_weights(pool: EnginePool) -> None:
+    for value in hostile():
+        calls: dict[str, tuple[Callable[[Any], Any], bool]] = {
+            "seed=": (lambda v: pool.perturb_weights(seed=v), is_int(plain(value))),
+            "scale=": (lambda v: pool.perturb_weights(scale=v), is_number(plain(value))),
+            "num_leaves=": (lambda v: pool.perturb_weights(num_leaves=v), is_int(plain(value))),
+            "name=": (pool.get_weights_by_name, isinstance(value, str | np.ndarray)),
+            "truncate_size=": (lambda v: pool.get_weights_by_name("x", v), is_int(plain(value))),
+            "tags=": (pool.release_memory_occupation, False),
+        }
+        for name, (call, may_be_valid) in calls.items():
+            if not may_be_valid:
+                refused(pool, lambda call=call, v=value: call(v), name, prompt=None)
 
 
 def test_engines_own_generate(pool: EnginePool, ask: Asked) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from enginepool import EnginePool, InvalidRequest
-from tests.support.liveness import idle, until
+from tests.support.liveness import idle, paused, until
 from tests.support.pools import same
 
 PROMPTS = [[3 + i, 40 + i, 7] * (1 + i % 3) for i in range(8)]
@@ -269,3 +269,15 @@ def test_a_malformed_field_is_named(
         meta = {"output_token_logprobs": [-1.0, -2.0]} | meta
     with pytest.raises(InvalidRequest, match=f"prompt 1: partial_outputs: .*{field}"):
         pool.generate_all(input_ids=PROMPTS[:2], partial_outputs=[None, partial(**meta)], **options)
+
+
+def test_a_partial_output_that_no_engine_continued(pool: EnginePool) -> None:
+    """Its prompt is not counted, because no engine has computed it."""
+    params = {"temperature": 0.0, "max_new_tokens": 8}
+    parts = [cut(whole(pool, params, input_ids=PROMPTS[:1])[0], 5)]
+    before = pool.stats()["prompt_tokens"]
+    with paused(pool):
+        (result,) = whole(pool, params, input_ids=PROMPTS[:1], partial_outputs=parts, timeout=0.1)
+    assert result["meta_info"]["finish_reason"]["err_type"] == "timeout"
+    assert result["output_ids"] == parts[0]["output_ids"]
+    assert pool.stats()["prompt_tokens"] == before

@@ -79,6 +79,27 @@ def test_no_line(monkeypatch: pytest.MonkeyPatch, model_dir: Callable[[str], Pat
         until(lambda: terminal.text == "mine")
 
 
+class Tee:
+    """A program's own standard stream."""
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+    def flush(self) -> None:
+        """Nothing is kept."""
+
+
+def test_streams_that_only_write(
+    monkeypatch: pytest.MonkeyPatch, model_dir: Callable[[str], Path]
+) -> None:
+    """Neither the line nor the bar asks them for more."""
+    monkeypatch.setattr(sys, "stdout", Tee())
+    monkeypatch.setattr(sys, "stderr", Tee())
+    with EnginePool(str(model_dir("qwen3")), devices=1, **SMALL | {"warmup": "none"}) as pool:
+        (result,) = pool.generate_all(["a"], {"max_new_tokens": 2}, progress=True)
+    assert len(result["output_ids"]) == 2
+
+
 def test_figures(
     monkeypatch: pytest.MonkeyPatch, one_cache: ExecutableCache, model_dir: Callable[[str], Path]
 ) -> None:

@@ -17,6 +17,7 @@ from enginepool import (
     NoWeights,
     WeightUpdateFailed,
 )
+from enginepool.engine import build
 from enginepool.engine.build import Assembly
 from enginepool.engine.jobs import EngineBroken
 from enginepool.engine.kv_cache import KVCache
@@ -478,6 +479,25 @@ def test_the_only_engine_fails_right_after_an_update(
             go_on.set()
         assert call.result(SECONDS)["meta_info"]["weight_version"] == 1
     serves(alone, target)
+
+
+def test_a_check_of_the_checkpoint_fails_once(
+    alone: EnginePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The only engine is rebuilt from its checkpoint, and then again. It answers its own calls."""
+    checks: list[Any] = []
+
+    def failing(*args: Any) -> None:
+        checks.append(args)
+        raise faults.Fault("no memory for a check")
+
+    monkeypatch.setattr(build, "check_model", failing)
+    faults.raise_in_reset(alone, 0)
+    faults.delete_leaf(alone, 0)
+    expected = alone.generate(input_ids=PROMPTS[0], sampling_params=GREEDY)
+    assert len(checks) == 1
+    result = alone.engines[0].generate(input_ids=PROMPTS[0], sampling_params=GREEDY)
+    assert result["output_ids"] == expected["output_ids"]
 
 
 def test_no_engine_can_be_asked_while_the_only_one_is_reset(

@@ -228,6 +228,39 @@ def test_an_engine_that_was_away_gets_them_from_a_sibling(
     serves(failing, target("qwen3"))
 
 
+def test_the_engine_that_staged_first_is_away(
+    four: EnginePool, target: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its device may not answer. An engine that has come back gets them from one that serves."""
+    put = jax.device_put
+
+    def device_put(arrays: Any, *args: Any, **options: Any) -> Any:
+        for array in arrays if isinstance(arrays, list) else [arrays]:
+            if isinstance(array, jax.Array) and array.devices() == {jax.devices()[0]}:
+                raise RuntimeError("this device does not answer")
+        return put(arrays, *args, **options)
+
+    resets = {index: faults.hang_in_reset(four, index) for index in (0, 3)}
+    with callers(2) as executor:
+        try:
+            fail(four, 3, executor)
+            until(lambda: states(four)[3] == "resetting")
+            staged = four.stage_weights(target("qwen3"))
+            resets[3].set()
+            until(lambda: states(four)[3] == "serving")
+            fail(four, 0, executor)
+            until(lambda: states(four)[0] == "resetting")
+            with monkeypatch.context() as patch:
+                patch.setattr(jax, "device_put", device_put)
+                report = staged.commit()
+        finally:
+            for reset in resets.values():
+                reset.set()
+    assert [engine.engine_index for engine in report.engines] == [1, 2, 3]
+    until(lambda: states(four) == ["serving"] * 4)
+    serves(four, target("qwen3"))
+
+
 def read(model: Path) -> list[tuple[str, Any]]:
     from enginepool.toy.files import read_checkpoint
 

@@ -18,7 +18,7 @@ import pytest
 from enginepool import EnginePool, InvalidWeights, NoWeights, WeightUpdateFailed
 from enginepool.dispatch.dispatch import Dispatch
 from enginepool.engine.channel import Channel
-from enginepool.runtime import commit
+from enginepool.runtime import commit, update
 from enginepool.runtime.quiesce import StoppedEngines
 from enginepool.weights.leaves import EngineLeaves
 from tests.support.faults import (
@@ -183,6 +183,70 @@ def test_interrupted_commit(four: EnginePool, target: Callable[[str], Path]) -> 
         with pytest.raises(KeyboardInterrupt):
             four.update_weights(target("qwen3"))
         assert len(replaced) == 8
+
+
+def test_interrupted_labels(
+    four: EnginePool, target: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Control-C comes when all engines have the new weights and one has their version. All get
+    it."""
+    put_in_place, run, jobs = update.commit, Channel.run, count()
+    committed = threading.Event()
+
+    def noting(*args: Any) -> Any:
+        before = put_in_place(*args)
+        committed.set()
+        return before
+
+    def interrupted(channel: Channel, job: Any) -> Any:
+        if committed.is_set() and next(jobs) == 1:
+            raise KeyboardInterrupt
+        return run(channel, job)
+
+    monkeypatch.setattr(update, "commit", noting)
+    monkeypatch.setattr(Channel, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        four.update_weights(target("qwen3"), weight_version="new")
+    assert versions(four) == {"new"} == {four.stats()["weight_version"]}
+    serves(four, target("qwen3"))
+
+
+def test_interrupted_rolling_update(
+    four: EnginePool, target: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Control-C comes while the update waits for the second engine's outputs. Engines that serve
+    have the new weights, and the next update brings them to the others."""
+    quiesced = update.quiesced
+
+    def interrupted(runtime: Any, workers: Any, mode: Any) -> Any:
+        if workers[0].index == 1:
+            raise KeyboardInterrupt
+        return quiesced(runtime, workers, mode)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(update, "quiesced", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            four.update_weights(target("qwen3"), weight_version="new", strategy="rolling")
+    assert states(four) == ["serving", *["unloaded"] * 3]
+    assert "KeyboardInterrupt" in four.stats()["engines"][3]["reason"]
+    assert versions(four) == {"new"} == {four.stats()["weight_version"]}
+    four.update_weights(target("qwen3"))
+    assert states(four) == ["serving"] * 4
+    serves(four, target("qwen3"))
+
+
+def test_old_weights_that_cannot_be_put_back(
+    llama: EnginePool, model_dir: Callable[[str], Path], target: Callable[[str], Path]
+) -> None:
+    """The first engine takes the new weights, the second does not, and then the first does not
+    take its old ones. It gets them from the second."""
+    raise_in_commit(llama, 0, at=2)
+    raise_in_commit(llama, 1)
+    with pytest.raises(WeightUpdateFailed, match=r"engine 1 .*does not take weights"):
+        llama.update_weights(target("llama"))
+    until(lambda: states(llama) == ["serving"] * 2)
+    assert versions(llama) == {0}
+    serves(llama, model_dir("llama"))
 
 
 @pytest.mark.parametrize(

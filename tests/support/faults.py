@@ -218,13 +218,13 @@ def raise_in_reset(pool: EnginePool, engine_index: int) -> None:
     once([(scheduler_of(pool, engine_index).kv_cache, "renew")], 1, wrong)
 
 
-def raise_in_commit(pool: EnginePool, engine_index: int, times: int = 1) -> None:
-    """The next time that new weights are put in place fails."""
+def raise_in_commit(pool: EnginePool, engine_index: int, at: int = 1, times: int = 1) -> None:
+    """Time number `at` from now that weights are put in place fails."""
 
     def wrong(*_: Any, **__: Any) -> Any:
         raise Fault(f"device {engine_index} does not take weights")
 
-    once([(scheduler_of(pool, engine_index).leaves, "replace")], 1, wrong, times)
+    once([(scheduler_of(pool, engine_index).leaves, "replace")], at, wrong, times)
 
 
 def fail_once(owner: Any, method: str) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from enginepool import EnginePool, InvalidRequest, PoolClosed
-from tests.support.layouts import GREEDY, PROMPTS, answers, tensors
+from enginepool import EnginePool, InvalidRequest, InvalidWeights, NoWeights, PoolClosed
+from tests.support.layouts import GREEDY, PROMPTS, answers, serves, tensors
 from tests.support.liveness import SECONDS, callers
 from tests.support.marks import slow
 from tests.support.pools import SMALL, same
@@ -61,6 +61,21 @@ def test_calls_for_another_pool(
     source = interrupted(target("llama"), lambda: pool.flush_cache())
     with callers(1) as executor:
         executor.submit(llama.update_weights, source).result(SECONDS)
+
+
+@pytest.mark.parametrize("staging", ["double", "stream"])
+def test_a_part_of_weights_that_were_released(
+    llama: EnginePool, target: Callable[[str], Path], staging: Any
+) -> None:
+    """What the iterator has is known at its end only. The engines stay without weights."""
+    llama.release_weights()
+    part = iter(list(tensors(target("llama")).items())[:1])
+    with pytest.raises(InvalidWeights, match="neither on engine 0 nor in the source"):
+        llama.update_weights(part, strict=False, staging=staging)
+    with pytest.raises(NoWeights):
+        answers(llama)
+    llama.update_weights(iter(tensors(target("llama")).items()), strict=False, staging=staging)
+    serves(llama, target("llama"))
 
 
 def test_generating_while_engines_serve(llama: EnginePool, target: Callable[[str], Path]) -> None:

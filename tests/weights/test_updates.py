@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from jax.sharding import PartitionSpec
 from safetensors.numpy import load_file, save_file
 
 from enginepool import EnginePool, InvalidWeights, SwapReport
-from tests.support.layouts import answers, leaves, own_layout, placed, tensors
+from tests.support.layouts import answers, leaves, own_layout, placed, serves, tensors
+from tests.support.liveness import SECONDS, callers, until
 from tests.support.pools import MakePool, same
 
 # Arrays that are no weights. The source is at fault, and no device.
@@ -172,6 +174,25 @@ def test_perturb(llama: EnginePool, model_dir: Callable[[str], Path]) -> None:
     assert (llama.checksum(), llama.quick_checksum()) == sums
     llama.perturb_weights(seed=3, scale=0.01, num_leaves=2)
     assert llama.checksum() == first
+
+
+def test_perturb_while_an_update_waits(
+    llama: EnginePool, target: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An update that begins while the noise is drawn comes after it, so its weights are whole."""
+    normal, steering = jax.random.normal, llama.runtime.steering
+    with callers(1) as executor:
+        updates: list[Future[Any]] = []
+
+        def drawn(*args: Any) -> Any:
+            updates.append(executor.submit(llama.update_weights, target("llama")))
+            until(lambda: updates[0].done() or len(steering._changed._waiters))
+            return normal(*args)
+
+        monkeypatch.setattr(jax.random, "normal", drawn)
+        llama.perturb_weights(scale=0.1)
+        assert updates[0].result(SECONDS).staged == llama.checksum()
+    serves(llama, target("llama"))
 
 
 def test_checksums_of_nan(llama: EnginePool, model_dir: Callable[[str], Path]) -> None:
