@@ -308,11 +308,11 @@ def test_only_the_context_limits_an_answer(plain: Running, path: str) -> None:
 def test_abort_shows_in_the_reply(one_sum: EnginePool) -> None:
     """A request that takes longer than the server allows gets a 504, or in a stream the finish
     reason."""
-    with serving(one_sum, request_timeout=0.3) as running:
+    with serving(one_sum, request_timeout=1) as running:
         options: dict[str, Any] = {
             "model": "toy", "prompt": SUM, "max_tokens": 500, "extra_body": {"ignore_eos": True},
         }  # fmt: skip
-        with paused(one_sum), pytest.raises(openai.APIStatusError, match=r"timeout=0.3") as caught:
+        with paused(one_sum), pytest.raises(openai.APIStatusError, match=r"timeout=1") as caught:
             running.openai().completions.create(**options)
         assert caught.value.status_code == 504
         assert caught.value.response.headers["x-should-retry"] == "false"
