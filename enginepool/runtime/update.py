@@ -15,7 +15,7 @@ from typing import Any
 
 from enginepool.engine.jobs import EngineStopped
 from enginepool.engine.worker import EngineWorker
-from enginepool.errors import InvalidWeights, PoolClosed
+from enginepool.errors import InvalidWeights
 from enginepool.runtime.commit import commit, leave_without_weights, stream
 from enginepool.runtime.memory_occupation import without_kv_caches
 from enginepool.runtime.quiesce import StoppedEngines, SwapMode, quiesced
@@ -193,21 +193,31 @@ class Update:
 
     def _roll(self) -> None:
         """Swap one engine after the other, while the others serve."""
-        for worker in self.workers:
+        for place, worker in enumerate(self.workers):
             try:
-                self._roll_one(worker)
-            except (PoolClosed, InvalidWeights):
+                self._roll_on(worker)
+            except KeyboardInterrupt:
+                # If an engine has the new weights, there is no way back. The others get them
+                # without a drain, for which the user does not want to wait.
+                if self.runtime.desired.update == self.number:
+                    self.options = replace(self.options, mode="retract")
+                    for other in self.workers[max(place, 1) :]:
+                        self._roll_on(other)
                 raise
-            except Exception as error:
-                if self.runtime.desired.update != self.number or self.runtime.closed:
-                    raise
-                # An engine has the new weights, so there is no way back. It may be this one.
-                self.failed[worker.index] = f"its update of weights failed: {error}"
-                job = partial(leave_without_weights, worker, self.failed[worker.index])
-                with suppress(EngineStopped):  # it comes back with the new weights
-                    worker.channel.run(job).result()
-                if worker is self.workers[-1] and not self.pauses:
-                    raise
+
+    def _roll_on(self, worker: EngineWorker) -> None:
+        try:
+            self._roll_one(worker)
+        except Exception as error:
+            if self.runtime.desired.update != self.number or self.runtime.closed:
+                raise
+            # An engine has the new weights, so there is no way back. It may be this one.
+            self.failed[worker.index] = f"its update of weights failed: {error}"
+            job = partial(leave_without_weights, worker, self.failed[worker.index])
+            with suppress(EngineStopped):  # it comes back with the new weights
+                worker.channel.run(job).result()
+            if worker is self.workers[-1] and not self.pauses:
+                raise
 
     def _roll_one(self, worker: EngineWorker) -> None:
         plan, siblings = self.plan, self.workers[1:]
@@ -284,11 +294,5 @@ class Update:
         )
 
     def _engine(self, index: int, fingerprint: str) -> EngineSwap:
-        mine = self.staged[index]
-        return EngineSwap(
-            engine_index=index,
-            pause_sec=self.pauses[index],
-            shared=len(mine.shared),
-            copied=len(mine.arrays) - len(mine.shared),
-            fingerprint=fingerprint,
-        )
+        shared, made = (len(its) for its in (self.staged[index].shared, self.staged[index].arrays))
+        return EngineSwap(index, self.pauses[index], shared, made - shared, fingerprint)
