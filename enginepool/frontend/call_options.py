@@ -23,7 +23,7 @@ class CallOptions(TypedDict, total=False):
         return_logprob: Return `meta_info["output_token_logprobs"]`: one (logprob, id, None) for
             each output token. The log-probabilities are those of softmax(logits / temperature)
             before top-k, top-p and min-p. At temperature 0 they are those of softmax(logits).
-            Penalties and `min_new_tokens` change the logits first.
+            Penalties, `min_new_tokens` and grammars change the logits first.
         top_logprobs_num: Also return the most probable ids of each step, 20 at most.
         token_ids_logprob: Also return the log-probabilities of these ids in each step, in
             `meta_info["output_token_ids_logprobs"]`. Give one list for all prompts or one list a

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from enginepool.frontend.cancellation import async_twin
 from enginepool.pool.calls import CallGroup
-from enginepool.runtime import memory_occupation, update, weight_inspection
+from enginepool.runtime import memory_occupation, update_weights, weight_inspection
 from enginepool.runtime.forward_function import forward_function
 from enginepool.runtime.noise import perturb_weights
 from enginepool.runtime.quiesce import SwapMode
@@ -78,7 +78,7 @@ class WeightCalls(CallGroup):
         options = Options(
             weight_version, mode, strategy, staging, strict=strict, copy=copy, free_kv=free_kv
         )
-        return update.update_weights(self.runtime, source, options)
+        return update_weights.update_weights(self.runtime, source, options)
 
     def stage_weights(
         self,

@@ -54,6 +54,7 @@ def replay(
     sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]],
     *,
     version: int | str,
+    lora_version: int | str | None = None,
 ) -> Replay:
     """Repeat the tokens that were sampled with one version of the weights. The pool must have these
     weights now.
@@ -66,6 +67,9 @@ def replay(
         version: The version to repeat. Tokens of other versions are fed in and not sampled. Their
             KV is computed with the weights of `version`. If it came from their own weights (an
             update with `mode="in_place"`), results may differ.
+        lora_version: The adapters' version to repeat, as `version` is the base's. The pool must
+            have it now, under the adapter's name. None: the tokens of all versions are sampled
+            again, with the version that the pool has.
 
     Raises:
         InvalidRequest: A result was made without `return_logprob`, or `prompts` or
@@ -74,8 +78,7 @@ def replay(
     parts = [
         _Replayed(index, result, prompts, sampling_params, start, end)
         for index, result in enumerate(results)
-        for start, end, label in result["meta_info"]["weight_versions"]
-        if label == version
+        for start, end in _sampled_with(result["meta_info"], version, lora_version)
     ]
     metas = [part.meta for part in parts]
     made = pool.generate_all(
@@ -172,6 +175,22 @@ class _Replayed:
         if old is None or new is None:
             return []
         return [(self._index, place) for place in places if old[place] != new[place]]
+
+
+def _sampled_with(
+    meta: Mapping[str, Any], version: int | str, lora_version: int | str | None
+) -> list[tuple[int, int]]:
+    """The spans of tokens that these versions of the base and of the adapter have sampled."""
+    spans = [(start, end) for start, end, label in meta["weight_versions"] if label == version]
+    if lora_version is None or meta.get("lora_path") is None:
+        return spans
+    both = [
+        (max(start, first), min(end, last))
+        for start, end in spans
+        for first, last, label in meta["lora_versions"]
+        if label == lora_version
+    ]
+    return [(start, end) for start, end in both if start < end]
 
 
 def _entry(name: str, entries: Any, index: int) -> Any:

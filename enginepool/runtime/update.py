@@ -1,19 +1,14 @@
-"""Replaces the weights of all engines: stage, stop the engines, put in place on all or on none.
-
-`update_weights` does all of it. `stage_weights` only stages, and leaves the rest for later.
-"""
+"""Replaces the weights of all engines: stage, stop the engines, put in place on all or on none."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
-from enginepool.engine.jobs import EngineStopped
 from enginepool.engine.worker import EngineWorker
 from enginepool.runtime.commit import commit, leave_without_weights, stream
 from enginepool.runtime.memory_occupation import without_kv_caches
@@ -23,18 +18,10 @@ from enginepool.runtime.served_config import check_config
 from enginepool.runtime.staging import Staged, check_complete, choose_staging, stage
 from enginepool.runtime.swap_options import Options
 from enginepool.runtime.swap_report import EngineSwap, QuantizedMatrix, SwapReport
-from enginepool.runtime.update_lock import reading, updating
+from enginepool.runtime.update_lock import reading
 from enginepool.runtime.weight_inspection import swap_fingerprints
 from enginepool.weights.plan import Plan
 from enginepool.weights.sources import read_source
-
-
-def update_weights(runtime: Runtime, source: Any, options: Options) -> SwapReport:
-    """See `EnginePool.update_weights`."""
-    with updating(runtime, "update_weights()") as workers:
-        update = Update(runtime, workers, source, options)
-        update.prepare()
-        return update.finish()
 
 
 @dataclass
@@ -85,13 +72,10 @@ class Update:
         return made
 
     def finish(self) -> SwapReport:
-        """Put the weights in place on every engine or on none."""
+        """Put the weights in place."""
         started = time.perf_counter()
         try:
-            if self.options.strategy == "rolling":
-                self._roll()
-            else:
-                self._all_at_once()
+            self._replace()
         finally:
             self._end_release()
         return self._report(started)
@@ -115,9 +99,8 @@ class Update:
         check_complete(self.workers, plan)
         return plan
 
-    # Atomic
-
-    def _all_at_once(self) -> None:
+    def _replace(self) -> None:
+        """Swap all engines at once."""
         with self._quiesced(self.workers) as engines, self._without_kv(engines):
             if not self.staged:
                 self._place(self.plan, engines)
@@ -183,49 +166,6 @@ class Update:
         if worker.index in self.failed:
             leave_without_weights(worker, self.failed[worker.index])
 
-    # Rolling
-
-    def _roll(self) -> None:
-        """Swap one engine after the other, while the others serve."""
-        for place, worker in enumerate(self.workers):
-            try:
-                self._roll_one(worker)
-            except BaseException as error:
-                if self.runtime.desired.update != self.number or self.runtime.closed:
-                    raise
-                # An engine has the new weights, so there is no way back. It may be this one.
-                interrupted = not isinstance(error, Exception)
-                for late in self.workers[place:] if interrupted else [worker]:
-                    self._leave_late(late, error)
-                if interrupted or (worker is self.workers[-1] and not self.pauses):
-                    raise
-
-    def _leave_late(self, worker: EngineWorker, error: BaseException) -> None:
-        """Leave an engine without weights, unless it has the new ones."""
-        self.failed[worker.index] = f"its update of weights failed: {str(error) or repr(error)}"
-        if worker.condition.weights.update != self.number:
-            job = partial(leave_without_weights, worker, self.failed[worker.index])
-            with suppress(EngineStopped):  # it comes back with the new weights
-                worker.channel.run(job).result()
-
-    def _roll_one(self, worker: EngineWorker) -> None:
-        plan, siblings = self.plan, self.workers[1:]
-        if worker is not self.workers[0]:
-            # A source is read only once, and the first engine's set is in the model's layout. That
-            # engine's own leaves are not read: if it has failed, a rebuild may be replacing them.
-            first = self.staged[self.workers[0].index]
-            plan, siblings = self.plan.again(first.arrays, worker.leaves.specs), []
-        if not self.options.free_kv and self._choose(self.workers) == "double":
-            self._stage(plan, [worker])
-        with self._quiesced([worker]) as engines, self._without_kv(engines):
-            if worker.index not in self.staged:
-                self._place(plan, engines, siblings)
-            with self._timed("commit"):
-                self._commit(engines)
-        self.before.clear()
-
-    # Both strategies
-
     @contextmanager
     def _quiesced(self, workers: Sequence[EngineWorker]) -> Iterator[StoppedEngines]:
         asked = time.perf_counter()
@@ -283,11 +223,5 @@ class Update:
         )
 
     def _engine(self, index: int, fingerprint: str) -> EngineSwap:
-        mine = self.staged[index]
-        return EngineSwap(
-            engine_index=index,
-            pause_sec=self.pauses[index],
-            shared=len(mine.shared),
-            copied=len(mine.arrays) - len(mine.shared),
-            fingerprint=fingerprint,
-        )
+        shared, made = (len(its) for its in (self.staged[index].shared, self.staged[index].arrays))
+        return EngineSwap(index, self.pauses[index], shared, made - shared, fingerprint)

@@ -1,10 +1,11 @@
 """Outputs with an adapter resume from their tokens, also under another version."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 
-from enginepool import EnginePool, InvalidRequest
+from enginepool import EnginePool, InvalidRequest, rl
 from tests.lora.conftest import World
 from tests.lora.test_exact import GREEDY, NAMES, PROMPTS, load
 from tests.lora.test_updates import LONG, ask, check_spans
@@ -61,6 +62,25 @@ def test_under_another_version(unloaded: bool, adapted: EnginePool, world: World
     assert spans(results) == [name and [[0, 7, 1], [7, 12, 2]] for name in X]
     assert [r["output_ids"][:7] for r in results] == [p["output_ids"] for p in parts]
     check_spans(world, {1: "a", 2: "b"}, PROMPTS, results)
+
+
+def test_each_version_is_replayed(adapted: EnginePool, world: World) -> None:
+    """Its tokens are sampled again if the pool has that version."""
+    adapted.load_lora_adapter("x", world.folders["a"], weight_version=1)
+    parts = go_on(adapted, 7)
+    adapted.load_lora_adapter("x", world.folders["b"], weight_version=2)
+    results = go_on(adapted, 12, parts)
+    base = results[0]["meta_info"]["weight_version"]
+    again = partial(
+        rl.replay, adapted, results, PROMPTS, GREEDY | {"max_new_tokens": 12}, version=base
+    )
+    assert not again().same
+    for label, folder, tokens in ((2, "b", 5), (1, "a", 7)):
+        adapted.load_lora_adapter("x", world.folders[folder], weight_version=label)
+        made = again(lora_version=label)
+        assert made.same
+        assert made.tokens == sum(tokens if name else 12 for name in X)
+        assert made.logprob < 1e-4
 
 
 def test_under_other_adapters_and_the_base(adapted: EnginePool, world: World) -> None:

@@ -26,6 +26,7 @@ from tests.support.faults import (
     every_step,
     fail_once,
     hang_in_reset,
+    hang_in_step,
     raise_in_commit,
     raise_in_step,
     scheduler_of,
@@ -211,10 +212,10 @@ def test_interrupted_labels(
     serves(four, target("qwen3"))
 
 
-def test_interrupted_rolling_update(
+def test_rolling_update_interrupted_twice(
     four: EnginePool, target: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Control-C comes while the update waits for the second engine's outputs. Engines that serve
+    """Control-C comes again and again while the update stops the second engine. Engines that serve
     have the new weights, and the next update brings them to the others."""
     quiesced = update.quiesced
 
@@ -346,6 +347,32 @@ def test_stream_that_is_interrupted_in_the_last_engine(
         answers(llama)
     llama.update_weights(target("llama"))
     serves(llama, target("llama"))
+
+
+def test_interrupted_between_two_engines(
+    four: EnginePool, target: Callable[[str], Path], control_c: None
+) -> None:
+    """Control-C in a rolling update, while the second engine drains. Neither it nor any later
+    engine keeps the old weights, and its request is answered."""
+    long = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 60}
+    hang, channel = hang_in_step(four, 1, at=10), four.runtime.workers[1].channel
+
+    def interrupt() -> None:
+        until(lambda: four.stats()["weight_version"] == "new" and channel.has_jobs())
+        os.kill(os.getpid(), signal.SIGINT)
+        hang.set()
+
+    with callers(2) as executor:
+        call = executor.submit(four.engines[1].generate, input_ids=[5, 6], sampling_params=long)
+        assert hang.begun.wait(SECONDS)
+        sent = executor.submit(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            four.update_weights(target("qwen3"), strategy="rolling", weight_version="new")
+        sent.result(SECONDS)
+        assert len(call.result(SECONDS)["output_ids"]) == 60
+    assert states(four) == ["serving"] * 4
+    assert versions(four) == {"new"} == {four.stats()["weight_version"]}
+    serves(four, target("qwen3"))
 
 
 def test_a_leaf_of_a_stream(four: EnginePool, target: Callable[[str], Path]) -> None:
