@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ModelWrapValidatorHandler, model_validator
 from starlette.datastructures import QueryParams
 
+from enginepool.frontend.sampling import NAMES
 from enginepool.serve.default_only import has_default, is_empty
 from enginepool.serve.error_replies import Refused
 from enginepool.serve.openapi_schema import INTERNAL
@@ -19,6 +20,7 @@ from enginepool.values import described, did_you_mean
 _CLIENT_FIELDS = frozenset(("metadata", "safety_identifier", "prompt_cache_key"))
 # LiteLLM's, in a message that it sends back.
 _INNER_CLIENT_FIELDS = frozenset(("provider_specific_fields",))
+_SAMPLING = frozenset((*NAMES, "max_tokens", "min_tokens", "seed"))
 
 
 class KnownFieldsOnly(BaseModel):
@@ -82,7 +84,11 @@ def names_of(endpoint: Callable[..., Any], argument: str) -> frozenset[str]:
 
 
 def _hint(name: str, known: Collection[str]) -> str:
-    return did_you_mean(name, known) if known else "; no fields are allowed here"
+    if not known:
+        return "; no fields are allowed here"
+    if "sampling_params" in known and name in _SAMPLING:
+        return "; it belongs in sampling_params"
+    return did_you_mean(name, known)
 
 
 def _unknown(name: str, value: Any, hint: str, param: str) -> Refused:
