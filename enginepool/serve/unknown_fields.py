@@ -53,7 +53,7 @@ def check_inner(value: Any, made: Any, where: str, *, param: str) -> None:
         if name in fields:
             check_inner(inner, getattr(made, fields[name]), f"{where}.{name}", param=param)
         elif name not in _INNER_CLIENT_FIELDS and not is_empty(inner):
-            raise _unknown(f"{where}.{name}", inner, did_you_mean(name, fields), param)
+            raise unknown(f"{where}.{name}", inner, did_you_mean(name, fields), param)
 
 
 def check_names(body: dict[str, Any], known: Collection[str], *, generates: bool) -> None:
@@ -63,13 +63,13 @@ def check_names(body: dict[str, Any], known: Collection[str], *, generates: bool
         if has_default(name, value) or (generates and name in _CLIENT_FIELDS):
             del body[name]
             continue
-        raise _unknown(name, value, _hint(name, known), name)
+        raise unknown(name, value, _hint(name, known), name)
 
 
 def check_query(query: QueryParams, known: Collection[str]) -> None:
     for name in query:
         if name not in known:
-            raise _unknown(name, query[name], _hint(name, known), name)
+            raise unknown(name, query[name], _hint(name, known), name)
 
 
 def names_of(endpoint: Callable[..., Any], argument: str) -> frozenset[str]:
@@ -91,7 +91,7 @@ def _hint(name: str, known: Collection[str]) -> str:
     return did_you_mean(name, known)
 
 
-def _unknown(name: str, value: Any, hint: str, param: str) -> Refused:
+def unknown(name: str, value: Any, hint: str, param: str) -> Refused:
     return Refused(
         400,
         f"unknown field {name}={described(value)}{hint or '; it would have no effect'}",
