@@ -89,7 +89,9 @@ def did_you_mean(
         return ""
     if elsewhere and name in elsewhere:
         return f"; here it is {elsewhere[name]}"
-    near = difflib.get_close_matches(name, known, n=1) or [k for k in known if name in k]
+    near = difflib.get_close_matches(name, known, n=1)
+    if not near and len(name) > 2:  # many names have one or two letters in common
+        near = [each for each in known if name in each]
     return f"; did you mean {form(near[0])}?" if near else ""
 
 

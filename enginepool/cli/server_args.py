@@ -197,6 +197,4 @@ def _name(flag: str) -> str:
 def _unknown(argument: str, known: Mapping[str, Any]) -> str:
     flag = argument.partition("=")[0]
     flags = [f"--{name.replace('_', '-')}" for name in known]
-    # A flag of one letter resembles so many flags that a hint would not help.
-    hint = did_you_mean(flag, flags) if len(flag.strip("-")) > 1 else ""
-    return f"unknown argument {argument!r}{hint}"
+    return f"unknown argument {argument!r}{did_you_mean(flag, flags)}"

@@ -48,6 +48,11 @@ class DesiredState:
     pause_reasons: set[PauseReason] = field(default_factory=set)
     paused_engines: set[int] = field(default_factory=set)
 
+    @property
+    def paused(self) -> bool:
+        """Whether a caller has paused any engine."""
+        return "paused" in self.pause_reasons or bool(self.paused_engines)
+
 
 @dataclass(frozen=True)
 class _Phase:

@@ -180,7 +180,7 @@ class InputProcessor:
             return [self._default_sampling()] * count
         if isinstance(params, Mapping) or is_upstreams(params):
             return [self._make(params, scored=scored)] * count
-        params = as_list("sampling_params", params)
+        params = as_list("sampling_params", params, "a dict, or a list of one per prompt")
         if len(params) != count:
             raise InvalidRequest(
                 f"sampling_params has {len(params)} entries for {count} prompts: give one dict "

@@ -54,13 +54,11 @@ def _is_scalar(value: Any) -> bool:
     return getattr(value, "ndim", None) == 0 or not hasattr(value, "__iter__")
 
 
-def as_list(name: str, value: Any) -> list[Any]:
+def as_list(name: str, value: Any, expected: str = "a list, one entry per prompt") -> list[Any]:
     """A caller's sequence or array as a list."""
     value = plain(value, depth=0)
     if isinstance(value, (str, bytes, Mapping)) or _is_scalar(value):
-        raise InvalidRequest(
-            f"{name}: expected a list, one entry per prompt, got {described(value)}"
-        )
+        raise InvalidRequest(f"{name}: expected {expected}, got {described(value)}")
     return list(value)
 
 

@@ -104,7 +104,7 @@ class Runtime:
     # Opening and closing
 
     def open(self, on_engine: Callable[[EngineWorker], None] | None = None) -> None:
-        """Build and warm up every engine. A failure leaves nothing behind.
+        """Build and warm up every engine. After a failure, the caller closes the pool.
 
         Args:
             on_engine: Called each time an engine begins to serve, to show progress.
@@ -117,12 +117,8 @@ class Runtime:
                 self.name, self.start, self.workers, time.perf_counter() - started
             )
 
-        try:
-            with start_line(line, self.config.progress):
-                self._open(groups, on_engine)
-        except BaseException:
-            self.close(timeout=None)
-            raise
+        with start_line(line, self.config.progress):
+            self._open(groups, on_engine)
         logger().info(
             "enginepool.opened",
             pool=self.name,

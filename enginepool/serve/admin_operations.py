@@ -124,14 +124,17 @@ class AdminOperations:
 
     async def sleep(self, mode: str, *, weights: bool) -> None:
         """Release the KV cache's memory and, if asked for, the weights'."""
-        paused = "paused" in self._desired.pause_reasons
-        if mode != "keep":
-            await self.pause_as_vllm(mode, clear_cache=False)
-        try:
-            await self.release_memory(["kv_cache", "weights"] if weights else ["kv_cache"])
-        finally:
-            if mode != "keep" and not paused:
-                await self.resume()
+        async with self._lock:
+            paused = "paused" in self._desired.pause_reasons
+            if mode != "keep":
+                await self._pool.async_pause_generation("abort" if mode == "abort" else "drain")
+            try:
+                await self._pool.async_release_memory_occupation()
+                if weights:
+                    await self._pool.async_release_weights()
+            finally:
+                if mode != "keep" and not paused:
+                    await self._pool.async_continue_generation()
 
     async def release_memory(self, tags: Sequence[str] | None) -> None:
         """Release the memory of these tags; without tags, all of it."""

@@ -20,6 +20,7 @@ from enginepool.errors import (
     PoolClosed,
     PoolFailed,
     QueueFull,
+    WeightUpdateFailed,
 )
 from enginepool.logs import logger
 from enginepool.values import described
@@ -69,6 +70,8 @@ def as_refused(error: Exception) -> Refused:
         return Refused(429, str(error), code="queue_full", retry_after=1)
     if isinstance(error, PoolFailed | PoolClosed):
         return Refused(503, str(error), code="no_engine", retry_after=10)
+    if isinstance(error, WeightUpdateFailed):  # engines have failed, and come back
+        return Refused(503, str(error), code="WeightUpdateFailed", retry_after=10)
     if isinstance(error, EnginePoolError):
         return Refused(500, str(error), code=type(error).__name__)
     if isinstance(error, RequestValidationError):

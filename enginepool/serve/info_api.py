@@ -131,7 +131,8 @@ def _state_routes(routes: APIRouter, service: Service) -> None:
 
     @routes.get("/is_paused")
     async def is_paused() -> Paused:
-        return Paused(is_paused="paused" in service.runtime.desired.pause_reasons)
+        """Whether any engine is paused."""
+        return Paused(is_paused=service.runtime.desired.paused)
 
     @routes.get("/health_generate", response_class=PlainTextResponse, responses=errors(503))
     async def health_generate(raw: Request) -> Response:

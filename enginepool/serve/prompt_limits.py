@@ -59,7 +59,7 @@ class PromptLimits:
                         f"{name}={shown(value)}: {len(value)} characters, expected at most "
                         f"{_LONGEST_NAME}"
                     )
-        ids = {name: body[name] for name in _IDS if self._are_ids(body.get(name))}
+        ids = {name: body[name] for name in _IDS if self._are_ids(name, body.get(name))}
         at_most = _OTHER_VALUES + _VALUES_A_TOKEN * self._tokens
         values, _ = _count({k: v for k, v in body.items() if k not in ids}, at_most)
         if values > at_most:
@@ -75,13 +75,13 @@ class PromptLimits:
             check_messages(body["messages"])
         return ids
 
-    def _are_ids(self, value: Any) -> bool:
+    def _are_ids(self, name: str, value: Any) -> bool:
         """Whether this is a prompt of token ids, or a list of such prompts.
 
         Raises:
-            InvalidRequest: A prompt is too long, or there are too many.
+            InvalidRequest: A prompt is too long, there are too many, or an id is true or false.
         """
-        kinds = set(map(type, value)) if isinstance(value, list) else set()
+        kinds = _kinds(name, value) if isinstance(value, list) else set()
         if kinds == {int}:
             self._check_length(len(value))
             return True
@@ -94,7 +94,7 @@ class PromptLimits:
             return False
         for index, one in enumerate(value):
             self._check_length(len(one), index)
-        return all(set(map(type, one)) <= {int} for one in value)
+        return all(_kinds(name, one) <= {int} for one in value)
 
     def _check_length(self, tokens: int, index: int | None = None) -> None:
         if tokens > self._tokens:
@@ -129,6 +129,14 @@ class PromptLimits:
                 f"{count} characters or more are too long: at most {self._tokens} tokens fit one "
                 f"engine ({self._origin}), which are {at_most} characters at most"
             )
+
+
+def _kinds(name: str, values: list[Any]) -> set[type]:
+    """The types of these values. pydantic would read true as the token id 1."""
+    kinds = set(map(type, values))
+    if bool in kinds:
+        raise InvalidRequest(f"{name}: true and false are no token ids")
+    return kinds
 
 
 def _count(value: Any, at_most: int) -> tuple[int, int]:

@@ -81,7 +81,7 @@ def _output(request: Request, now: float) -> OutputRecord:
 def ended_early(reason: Mapping[str, Any]) -> Refused:
     """The error that a client gets for an output with finish reason "abort"."""
     kind = reason["err_type"]
-    status = {"timeout": 504, "draining": 503, "grammar": 400}.get(kind, 500)
+    status = {"timeout": 504, "draining": 503, "cancelled": 503, "grammar": 400}.get(kind, 500)
     code = "aborted" if kind == "cancelled" else kind
     retry_after = 10 if kind == "draining" else None
     return Refused(status, reason["message"], code=code, retry_after=retry_after)

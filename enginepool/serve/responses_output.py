@@ -154,7 +154,7 @@ class Events:
                 for event in self._chunk(choice):
                     yield event
         if not self._answer.items and error is None:  # no chunk had content
-            for event in self._begun("message", role="assistant", content=[_text("", [])]):
+            for event in self._said("", self._after_thinking([], said=True)):
                 yield event
         for event in self._ended(last=True):
             yield event
@@ -171,10 +171,7 @@ class Events:
             yield self._grown("reasoning_text", delta["reasoning_content"])
         logprobs = self._after_thinking(_logprobs(choice), said=bool(delta["content"]))
         if delta["content"] or (logprobs and self._belongs_to_message(delta)):
-            yield from self._begun("message", role="assistant", content=[_text("", [])])
-            assert self._item is not None
-            self._item["content"][0]["logprobs"] += logprobs
-            yield self._grown("output_text", delta["content"] or "", logprobs=logprobs)
+            yield from self._said(delta["content"] or "", logprobs)
         for call in delta["tool_calls"] or ():
             if call["id"] is not None:
                 yield from self._ended()
@@ -184,6 +181,13 @@ class Events:
                 assert self._item is not None
                 self._item["arguments"] += arguments
                 yield self._of_item("response.function_call_arguments.delta", delta=arguments)
+
+    def _said(self, text: str, logprobs: list[Any]) -> Iterator[str]:
+        """Text of a message."""
+        yield from self._begun("message", role="assistant", content=[_text("", [])])
+        assert self._item is not None
+        self._item["content"][0]["logprobs"] += logprobs
+        yield self._grown("output_text", text, logprobs=logprobs)
 
     def _after_thinking(self, logprobs: list[Any], *, said: bool) -> list[Any]:
         """Hold log-probabilities back until a text says where the thinking has ended."""

@@ -230,18 +230,24 @@ class Reasoning:
         detector = self._parser.detector
         words = detector.think_start_token, detector.think_end_token, detector.tool_start_token
         self._markers = Markers(words)
+        self._thinks = self._thought = self._said = False  # so far
 
     def of(self, more: str, *, last: bool) -> Iterator[tuple[str, str]]:
         """Pairs of reasoning and text. One of the two is empty."""
-        for piece in self._markers.pieces(more, last=last):
-            thought, said = self._parser.parse_stream_chunk(piece)
-            yield self._without_begin(thought), said
         detector = self._parser.detector
+        for piece in self._markers.pieces(more, last=last):
+            self._thinks |= detector._in_reasoning
+            yield self._pair(*self._parser.parse_stream_chunk(piece))
         if last and (left := detector._buffer):
-            yield (self._without_begin(left), "") if detector._in_reasoning else ("", left)
+            yield self._pair(*((left, "") if detector._in_reasoning else ("", left)))
 
-    def _without_begin(self, thought: str) -> str:
-        return thought.replace(self._parser.detector.think_start_token, "")
+    def _pair(self, thought: str, said: str) -> tuple[str, str]:
+        """Without the mark, and without whitespace after both marks, as in a whole reply."""
+        thought = thought.replace(self._parser.detector.think_start_token, "")
+        thought = thought if self._thought else thought.lstrip()
+        said = said.lstrip() if self._thinks and not self._said else said
+        self._thought, self._said = self._thought or bool(thought), self._said or bool(said)
+        return thought, said
 
 
 def _call(place: int, name: str | None, arguments: str) -> DeltaMessage:

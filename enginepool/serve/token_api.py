@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 def router(service: Service) -> APIRouter:
     routes = APIRouter(route_class=CheckedRoute)
+    failures = 400, 401, 404, 408, 413
 
     @routes.post("/inference/v1/generate", responses={**GENERATION_ERRORS, 200: events(TokensOut)})
     async def generate(body: TokensIn, raw: Request) -> Response:
@@ -50,17 +51,19 @@ def router(service: Service) -> APIRouter:
         exchange = service.exchange(raw)
         return await exchange.run(lambda: _generate(exchange, body))
 
-    @routes.post("/tokenize", response_model=Tokenized, responses=errors(400, 401, 408, 413))
+    @routes.post("/tokenize", response_model=Tokenized, responses=errors(*failures))
     async def tokenize(body: Tokenize, raw: Request) -> Response:
         """The token ids of a text, or of a conversation by the checkpoint's template."""
+        service.models.adapter_of(body.model or "")
         exchange = service.exchange(raw)
         limiter = exchange.tokenizer.limiter
         made = await run_sync(_tokenized, service, exchange, body, limiter=limiter)
         return Response(made, media_type="application/json")
 
-    @routes.post("/detokenize", responses=errors(400, 401, 408, 413))
+    @routes.post("/detokenize", responses=errors(*failures))
     async def detokenize(body: Detokenize, raw: Request) -> Detokenized:
         """The text of token ids."""
+        service.models.adapter_of(body.model or "")
         with_ids(body, raw)
         return Detokenized(prompt=await run_sync(_text, service, body))
 

@@ -10,7 +10,8 @@ from enginepool.dispatch.request import MAX_TOP_LOGPROBS
 from enginepool.serve.answer_form import StructuredOutputs
 from enginepool.serve.default_only import without_defaults
 from enginepool.serve.openai_models import MaskRows, PromptLogprobs, ToolBody, Turn
-from enginepool.serve.unknown_fields import KnownFieldsOnly
+from enginepool.serve.unknown_fields import KnownFieldsOnly, unknown
+from enginepool.values import did_you_mean
 
 
 class TokenSampling(KnownFieldsOnly):
@@ -52,7 +53,14 @@ class TokenSampling(KnownFieldsOnly):
     @model_validator(mode="before")
     @classmethod
     def leave_out_defaults(cls, values: Any) -> Any:
-        return without_defaults(values, cls.model_fields) if isinstance(values, dict) else values
+        if not isinstance(values, dict):
+            return values
+        known = cls.model_fields
+        given = without_defaults(values, known)
+        if others := sorted(given.keys() - known):
+            name, hint = others[0], did_you_mean(others[0], known)
+            raise unknown(f"sampling_params.{name}", given[name], hint, "sampling_params")
+        return given
 
     def as_sampling_params(self) -> dict[str, Any]:
         renamed = {

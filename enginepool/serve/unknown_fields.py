@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ModelWrapValidatorHandler, model_validator
 from starlette.datastructures import QueryParams
 
+from enginepool.frontend.sampling import NAMES
 from enginepool.serve.default_only import has_default, is_empty
 from enginepool.serve.error_replies import Refused
 from enginepool.serve.openapi_schema import INTERNAL
@@ -19,6 +20,7 @@ from enginepool.values import described, did_you_mean
 _CLIENT_FIELDS = frozenset(("metadata", "safety_identifier", "prompt_cache_key"))
 # LiteLLM's, in a message that it sends back.
 _INNER_CLIENT_FIELDS = frozenset(("provider_specific_fields",))
+_SAMPLING = frozenset((*NAMES, "max_tokens", "min_tokens", "seed"))
 
 
 class KnownFieldsOnly(BaseModel):
@@ -51,7 +53,7 @@ def check_inner(value: Any, made: Any, where: str, *, param: str) -> None:
         if name in fields:
             check_inner(inner, getattr(made, fields[name]), f"{where}.{name}", param=param)
         elif name not in _INNER_CLIENT_FIELDS and not is_empty(inner):
-            raise _unknown(f"{where}.{name}", inner, did_you_mean(name, fields), param)
+            raise unknown(f"{where}.{name}", inner, did_you_mean(name, fields), param)
 
 
 def check_names(body: dict[str, Any], known: Collection[str], *, generates: bool) -> None:
@@ -61,13 +63,13 @@ def check_names(body: dict[str, Any], known: Collection[str], *, generates: bool
         if has_default(name, value) or (generates and name in _CLIENT_FIELDS):
             del body[name]
             continue
-        raise _unknown(name, value, _hint(name, known), name)
+        raise unknown(name, value, _hint(name, known), name)
 
 
 def check_query(query: QueryParams, known: Collection[str]) -> None:
     for name in query:
         if name not in known:
-            raise _unknown(name, query[name], _hint(name, known), name)
+            raise unknown(name, query[name], _hint(name, known), name)
 
 
 def names_of(endpoint: Callable[..., Any], argument: str) -> frozenset[str]:
@@ -82,10 +84,14 @@ def names_of(endpoint: Callable[..., Any], argument: str) -> frozenset[str]:
 
 
 def _hint(name: str, known: Collection[str]) -> str:
-    return did_you_mean(name, known) if known else "; no fields are allowed here"
+    if not known:
+        return "; no fields are allowed here"
+    if "sampling_params" in known and name in _SAMPLING:
+        return "; it belongs in sampling_params"
+    return did_you_mean(name, known)
 
 
-def _unknown(name: str, value: Any, hint: str, param: str) -> Refused:
+def unknown(name: str, value: Any, hint: str, param: str) -> Refused:
     return Refused(
         400,
         f"unknown field {name}={described(value)}{hint or '; it would have no effect'}",

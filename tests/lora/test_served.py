@@ -153,6 +153,8 @@ def test_models_that_are_not_served(
         ("/v1/responses", {"input": "a"}),
         ("/v1/score", {"query": [1], "items": [[2]], "label_token_ids": [3]}),
         ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {}}),
+        ("/tokenize", {"prompt": "a"}),
+        ("/detokenize", {"tokens": [1]}),
     ):
         error = post(client, path, 404, model="b", **body)["error"]
         assert (error["code"], error["param"]) == ("model_not_found", "model")

@@ -310,19 +310,24 @@ def test_start_failure_of_a_later_engine(
     assert len(pool.open().engines) == 3
 
 
-def test_start_failure_in_warm_up(unopened: MakeUnopened, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same holds if a built engine fails in its warm-up, with all engines starting at once."""
+def test_start_failure_in_warm_up(
+    unopened: MakeUnopened, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The same holds if a built engine fails in its warm-up, with all engines starting at once. The
+    log has the end once."""
     from sgl_jax.srt.managers.tp_worker import ModelWorker
 
     def fail(self: Any, *_: Any) -> None:
         raise RuntimeError("no program for this chip")
 
+    caplog.set_level("INFO", "enginepool")
     pool = unopened(2, warmup="parallel")
     with monkeypatch.context() as patch:
         patch.setattr(ModelWorker, "run_precompile", fail)
         with pytest.raises(EngineStartFailed, match="no program for this chip"):
             pool.open()
     assert engine_threads(pool) == []
+    assert [record.msg for record in caplog.records].count("enginepool.closed") == 1
 
 
 def test_incomplete_model(unopened: MakeUnopened, tmp_path: Path, model_dir: Any) -> None:

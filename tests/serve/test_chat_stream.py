@@ -439,6 +439,7 @@ def test_calls_in_pieces(parser: str, text: str, said: str, calls: Any, size: in
     [
         ("qwen3", "<think>a < b, so</think>19 < 20", "a < b, so", "19 < 20"),
         ("qwen3", "<think>cut in the mid<", "cut in the mid<", ""),
+        ("qwen3", "<think>\n a, so</think>\n\n19 \n20", "a, so", "19 \n20"),
         ("deepseek-r1", "so</think>19<", "so", "19<"),
     ],
 )

@@ -145,7 +145,7 @@ def test_streamed_responses(
     logged(caplog, how)
 
 
-@pytest.mark.parametrize(("how", "status"), [("drain", 503), ("abort", 500), ("timeout", 504)])
+@pytest.mark.parametrize(("how", "status"), [("drain", 503), ("abort", 503), ("timeout", 504)])
 def test_scores(
     one_sum: EnginePool,
     servers: dict[str, Running],

@@ -65,7 +65,7 @@ def test_generate_streams(plain: Running) -> None:
         ({"text": []}, "no prompt"),
         ({"text": SUM, "input_ids": [1]}, "not both"),
         ({"text": SUM, "sampling_params": {"temprature": 1}}, "did you mean temperature"),
-        ({"text": SUM, "sampling_params": "x"}, "<str of 1 characters>"),
+        ({"text": SUM, "sampling_params": "x"}, "expected a dict, or a list"),
         ({"text": SUM, "sampling_params": {"n": 129}}, "n=129"),
         ({"text": [SUM, SUM], "rid": ["a"]}, "1 ids for 2 prompts"),
         ({"text": SUM, "lora_path": "x"}, "lora_path"),

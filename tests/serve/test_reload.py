@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from enginepool import EnginePool, toy
-from tests.support.faults import hang_in_step
+from tests.support.faults import hang_in_reset, hang_in_step, raise_in_step
 from tests.support.liveness import SECONDS, callers, until, waiting
 from tests.support.servers import Running, generate, serving
 
@@ -157,6 +157,34 @@ def test_without_a_root(sums: EnginePool) -> None:
         own = client.post("/admin/reload_weights", json={"model_path": sums.config.model})
         assert own.json()["ok"] is True
     sums.update_weights(toy.checkpoint(), weight_version=0)
+
+
+def test_while_the_only_engine_comes_back(one_sum: EnginePool) -> None:
+    """503 with Retry-After, as for a request that no engine can serve."""
+    hang = hang_in_reset(one_sum, 0)
+    raise_in_step(one_sum, 0)
+    with (
+        serving(one_sum, enable_admin=True) as running,
+        running.http() as client,
+        callers() as threads,
+    ):
+        try:
+            held = threads.submit(generate, client, SUM)
+            until(lambda: states(one_sum) == ["resetting"])
+            for path, body in (
+                ("/admin/reload_weights", {"model_path": one_sum.config.model}),
+                ("/admin/perturb_weights", {}),
+                ("/release_memory_occupation", {}),
+                ("/get_weights_by_name", {"name": "model.norm.weight"}),
+                ("/admin/weights_checksum", None),
+            ):
+                asked = client.get(path) if body is None else client.post(path, json=body)
+                assert (asked.status_code, asked.headers["retry-after"]) == (503, "10"), path
+                assert "come back" in asked.json()["error"]
+        finally:
+            hang.set()
+        assert held.result()["text"] == "19"
+        assert client.get("/admin/weights_checksum").status_code == 200
 
 
 @pytest.mark.parametrize("reject", [True, False])

@@ -14,6 +14,7 @@ from pydantic import TypeAdapter
 
 from enginepool import EnginePool
 from enginepool.dispatch.request import Call, Request
+from enginepool.dispatch.thinking import Thinking
 from enginepool.serve.responses_input import as_chat
 from enginepool.serve.responses_models import ResponsesBody
 from enginepool.serve.responses_output import Answer, Events
@@ -302,3 +303,29 @@ def test_tools_and_reasoning_in_a_stream() -> None:
     assert (second.call_id, second.arguments) == ("c2", "{}")
     assert {item.status for item in done.output} == {"completed"}
     assert done.usage.output_tokens_details.reasoning_tokens == len("let me")
+
+
+def test_a_message_without_text_in_a_stream() -> None:
+    """It has the log-probability of the end token, as a whole reply has, also after thinking."""
+    body = ResponsesBody.model_validate({"model": "m", "input": "1+1?"})
+    call = Call()
+    request = Request(call, [1, 2], sampling=None, rid="resp_1")
+    request.thinking = Thinking((5,), "</t>", True, str)
+    request.output_ids, request.finish_reason = [6, 7], {"type": "stop"}
+    call.requests.append(request)
+    logprobs = [{"token": token, "logprob": -1.0} for token in ("</t>", "<end>")]
+    message = {"content": None, "tool_calls": None, "reasoning_content": None}
+    choice = {"delta": message, "message": message, "logprobs": {"content": logprobs}}
+
+    async def read() -> list[Any]:
+        async def chunks() -> AsyncIterator[str]:
+            yield f"data: {json.dumps({'choices': [choice]})}\n\n"
+
+        made = Events(Answer(body, as_chat(body), call, len)).of(chunks())
+        return [json.loads(piece.splitlines()[1][6:]) async for piece in made]
+
+    ended = anyio.run(read)[-1]["response"]
+    expected = Answer(body, as_chat(body), call, len).whole({"choices": [choice]})
+    for made in (ended, expected):
+        (part,) = made["output"][0]["content"]
+        assert [one["token"] for one in part["logprobs"]] == ["<end>"]

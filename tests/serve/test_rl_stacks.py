@@ -1,5 +1,6 @@
 """RL stacks manage weights and life cycle, with their own request bodies."""
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 
 from enginepool import EnginePool, toy
 from enginepool.serve import probe
+from enginepool.serve.admin_operations import AdminOperations
 from tests.support.faults import hang_in_step
 from tests.support.liveness import SECONDS, callers, until
 from tests.support.marks import slow
@@ -219,6 +221,31 @@ def test_sleep(administered: Running, sums: EnginePool, level: int) -> None:
         post(client, "/sleep", level=level, mode="abort")
         post(client, "/wake_up")
         assert generate(client, SUM)["text"] == "19"
+
+
+def test_a_pause_during_sleep(administered: Running, sums: EnginePool) -> None:
+    """A pause that comes while `/sleep` waits for running requests stays."""
+    admin = AdminOperations(sums, None, lambda _: None, sums.runtime.desired)
+
+    async def both() -> None:
+        await asyncio.gather(admin.sleep("wait", weights=False), admin.pause("retract"))
+
+    asyncio.run(both())
+    with administered.http() as client:
+        assert get(client, "/is_sleeping") == {"is_sleeping": True}
+        assert get(client, "/is_paused") == {"is_paused": True}
+        post(client, "/wake_up")
+        assert get(client, "/is_paused") == {"is_paused": True}
+
+
+def test_one_engine_of_a_pause_continues(administered: Running, sums: EnginePool) -> None:
+    """The pool is paused as long as any engine is."""
+    with administered.http() as client:
+        post(client, "/pause")
+        sums.engines[1].continue_generation()
+        assert get(client, "/is_paused") == {"is_paused": True}
+        post(client, "/resume")
+        assert get(client, "/is_paused") == {"is_paused": False}
 
 
 def test_weights_of_no_checkpoint(administered: Running) -> None:
