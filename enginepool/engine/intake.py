@@ -107,8 +107,8 @@ class Intake:
             if request is None:
                 continue
             if self.condition.paused and request.abort_reason is not None:
-                # Upstream ends the request in its next step, but a paused engine takes none. So the
-                # caller gets the result here.
+                # Prompts in chunks end in upstream's next iteration, but a paused engine has
+                # none. So the caller gets the result here.
                 self.running.take_over(request, keep=True)
                 request.call.finish(request, request.abort_reason)
             scheduler.abort(internal_rid)
