@@ -108,6 +108,8 @@ class PinnedScheduler(ScoringBetweenSteps, Scheduler):
         programs = steady_programs(self, channel.max_decode_steps, self.adapters, routing)
         steady_prefill = None if programs is None else programs.prefill
         self.prefill_program: PrefillProgram = steady_prefill or upstream_prefill
+        # The largest batch of a program has no more rows than a prefill has tokens.
+        self.max_running_requests = min(self.max_running_requests, self.prefill_program.sequences)
         self.scorer = Scorer(
             self,
             self.prefill_program,
@@ -286,8 +288,7 @@ class PinnedScheduler(ScoringBetweenSteps, Scheduler):
         return HuggingFaceMapping(runner.model, config, self.leaves.source_specs)
 
     def release_all(self) -> None:
-        """See `teardown.release_all`. The caller has taken the requests out before
-        (`Channel.retract`)."""
+        """See `teardown.release_all`. The caller has taken the requests out before."""
         self.scorer.forget()
         release_all(self)
 
