@@ -7,7 +7,6 @@ there when there is nothing to do. No other thread touches an engine in any othe
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -15,25 +14,21 @@ from typing import TYPE_CHECKING
 
 from enginepool.dispatch.condition import EngineCondition, EngineState
 from enginepool.dispatch.queue import RequestQueue
-from enginepool.dispatch.request import Request, aborted
+from enginepool.dispatch.request import Request
 from enginepool.engine.gil_limiter import Limiter
-from enginepool.engine.jobs import EngineBroken, Jobs, stop_engine
-from enginepool.engine.running import RunningRequests
-from enginepool.engine.scheduler_protocol import StepScheduler
+from enginepool.engine.intake import Intake
+from enginepool.engine.jobs import Jobs, stop_engine
 from enginepool.engine.single_stepping import SingleStepping
-from enginepool.errors import StepTimeout
 from enginepool.lora.adapter import Adapters
 
 if TYPE_CHECKING:
     from sgl_jax.srt.managers.schedule_batch import Req
 
 
-class Channel:
+class Channel(Intake):
     """The way into one engine, from any thread. Jobs run on the engine's thread.
 
     Attributes:
-        condition: What the engine may do. It is read before every step.
-        running: The requests that the engine has.
         adapters: The pool's adapters.
         max_decode_steps: How many decode steps one launch may have.
         single_stepping: Whether the engine launches one step at a time, so that it can stop at the
@@ -57,24 +52,16 @@ class Channel:
         max_decode_steps: int = 1,
         adapters: Adapters | None = None,
     ) -> None:
-        self.engine_index = engine_index
-        self.queue = queue
+        super().__init__(engine_index, queue, condition)
         self.limiter = limiter
-        self.condition = condition
         self.max_decode_steps = max_decode_steps
         self.adapters = Adapters() if adapters is None else adapters
         self.single_stepping = SingleStepping()
-        self.running = RunningRequests(condition.weights)
         self.steps = self.steady_steps = self.steady_dispatches = self.fallback_steps = 0
         self.busy_since = 0.0
-        self._scheduler: StepScheduler | None = None
-        self._wake = threading.Event()
         self._jobs = Jobs(self.wake)
 
     # Any thread
-
-    def wake(self) -> None:
-        self._wake.set()
 
     def run[T](self, job: Callable[[], T]) -> Future[T]:
         """See `Jobs.add`."""
@@ -133,10 +120,6 @@ class Channel:
 
     # The engine's thread
 
-    def attach(self, scheduler: StepScheduler) -> None:
-        """Set the scheduler that steps and takes requests."""
-        self._scheduler = scheduler
-
     def recv_requests(self) -> list[Req]:
         """The step boundary. It admits requests itself, because upstream's message cannot carry the
         outputs of a resumed one. So it returns an empty list."""
@@ -182,37 +165,6 @@ class Channel:
             self.busy_since = now
         self.steps += 1
 
-    def pull(self, at_most: int | None = None) -> None:
-        """Take requests from the pool's queue."""
-        scheduler, running = self._attached(), self.running
-        if running.has_one_alone:
-            return
-        room = scheduler.room(len(running))
-        with running.lock:  # for other threads a request is in the queue or here
-            self._check_abandoned()
-            taken = self.queue.take(
-                self.engine_index,
-                load=len(running),
-                room=room if at_most is None else min(room, at_most),
-                cached=scheduler.cached_prefix,
-                begun=self.condition.draining,
-                prefilling=scheduler.prefilling(),
-                may_start=scheduler.may_start(),
-            )
-            running.hold(taken)
-            now = time.perf_counter()
-            for request in taken:
-                request.engine_index, request.taken_at = self.engine_index, request.taken_at or now
-        for request in taken:
-            req = scheduler.admit(request)
-            with running.lock:  # `abandon` may have taken it away meanwhile
-                self._check_abandoned()
-                request.req = req
-            if request.abort_reason is not None:  # aborted on its way from the queue to here
-                self._abort([request.internal_rid])
-        if any(request.finish_reason is not None for request in taken):
-            self.wake()  # there is room again, and perhaps no step follows
-
     # Between two steps without a boundary between them: see `steady/decode.py`
 
     def between_steps[T](self, take_over: Callable[[], T]) -> T:
@@ -227,25 +179,9 @@ class Channel:
             self.condition.stepping_since = time.perf_counter()
         return taken
 
-    def queued(self) -> int:
-        """How many requests wait in the pool's queue; 0 if this engine has no room."""
-        room = self._attached().room(self.load()) > 0 and not self.running.has_one_alone
-        return len(self.queue) if room else 0
-
     def has_jobs(self) -> bool:
         """Whether there is something to do at a step boundary."""
         return self._jobs.due()
-
-    def _check_abandoned(self) -> None:
-        condition = self.condition
-        if condition.abandoned:
-            raise StepTimeout(f"engine {self.engine_index} is abandoned: {condition.reason}")
-
-    def send_pyobj(self, message: object) -> None:
-        """Called when upstream has dropped a request that was not running: it was aborted, or the
-        KV cache had no room."""
-        reason = aborted("the engine's KV cache cannot hold this request", "out_of_memory")
-        self.running.end(getattr(message, "rid", None) or "", reason)
 
     def wait_for_new_requests(self, timeout: float) -> None:
         """Does nothing. Upstream sleeps here between two polls, but `recv_requests` blocks."""
@@ -261,40 +197,7 @@ class Channel:
         self._scheduler = None
         return self.running.retract()
 
-    def retract(self) -> list[Request]:
-        """Take all requests out of the engine, with the tokens that they have. Its KV cache is free
-        and empty afterwards.
-
-        Raises:
-            EngineBroken: The scheduler's state does not allow that. The engine leaves its loop.
-        """
-        scheduler, requests = self._attached(), self.running.retract()
-        try:
-            scheduler.release_all()
-        except Exception as error:
-            # The engine keeps them until it is quarantined. Then they resume on other engines.
-            self.running.hold(requests)
-            raise EngineBroken(f"could not release its requests: {error!r}") from error
-        return requests
-
     def has_work(self) -> bool:
         """Whether the engine has requests, or its scheduler has work."""
         scheduler = self._scheduler
         return bool(self.running) or (scheduler is not None and scheduler.has_work())
-
-    def _attached(self) -> StepScheduler:
-        self._check_abandoned()
-        assert self._scheduler is not None, "the channel has no scheduler"
-        return self._scheduler
-
-    def _abort(self, internal_rids: list[str]) -> None:
-        scheduler = self._attached()
-        for internal_rid in internal_rids:
-            if (request := self.running.held.get(internal_rid)) is None:
-                continue
-            if self.condition.paused and request.abort_reason is not None:
-                # Upstream ends the request in its next step, but a paused engine takes none. So the
-                # caller gets the result here.
-                self.running.take_over(request, keep=True)
-                request.call.finish(request, request.abort_reason)
-            scheduler.abort(internal_rid)

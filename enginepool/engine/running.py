@@ -27,7 +27,7 @@ class RunningRequests:
 
     Attributes:
         held: The requests, by internal id.
-        last_end: When a request last ended here, in `time.perf_counter`.
+        last_end: When a request was last delivered, in `time.perf_counter`.
     """
 
     def __init__(self, weights: WeightsCondition) -> None:
@@ -42,8 +42,8 @@ class RunningRequests:
 
     @property
     def unfinished(self) -> int:
-        """How many requests here have not ended. One that was aborted in a paused engine has ended,
-        and stays here until the next step. Any thread."""
+        """How many requests here have not ended. One that was aborted in a paused engine while its
+        prompt is in chunks has ended, and stays here until the next step. Any thread."""
         return sum(request.finish_reason is None for request in list(self.held.values()))
 
     @property

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from jax.sharding import Mesh
 from sgl_jax.srt.managers.io_struct import AbortReq
 from sgl_jax.srt.managers.scheduler import Scheduler
+from sgl_jax.srt.mem_cache.common import release_kv_cache
 
 from enginepool.dispatch.request import aborted
 from enginepool.engine.adapter_admission import AdapterAdmission
@@ -90,7 +91,7 @@ class PinnedScheduler(ScoringBetweenSteps, Scheduler):
         expect(self, *_USED)
         model_runner: Any = self.tp_worker.worker.model_runner
         share(model_runner, common_programs())
-        self._top_logprobs = TopLogprobs(model_runner)
+        self.top_logprobs = TopLogprobs(model_runner)
         self.device_wait = DeviceWait(model_runner, channel.limiter)
         evict_more(self.tree_cache, self.max_total_num_tokens)
         self.leaves = EngineLeaves(model_runner)
@@ -103,12 +104,12 @@ class PinnedScheduler(ScoringBetweenSteps, Scheduler):
         experts = expert_dtype(model_runner.model_config) if with_experts else None
         upstream_prefill = UpstreamPrefill(self.tp_worker.worker, self.adapters, experts)
         routing = upstream_prefill.routing() if with_experts else None
-        self.routed_experts = (
-            None if routing is None else RoutedExperts(self, routing, self.running)
-        )
+        self.routed_experts = routing and RoutedExperts(self, routing, self.running)
         programs = steady_programs(self, channel.max_decode_steps, self.adapters, routing)
         steady_prefill = None if programs is None else programs.prefill
         self.prefill_program: PrefillProgram = steady_prefill or upstream_prefill
+        # The largest batch of a program has no more rows than a prefill has tokens.
+        self.max_running_requests = min(self.max_running_requests, self.prefill_program.sequences)
         self.scorer = Scorer(
             self,
             self.prefill_program,
@@ -116,10 +117,8 @@ class PinnedScheduler(ScoringBetweenSteps, Scheduler):
             has_work=self.has_work,
             cannot_hold=self._cannot_hold,
         )
-        prefill = None
-        if steady_prefill is not None:
-            outputs = self._top_logprobs, self.routed_experts
-            prefill = Prefill(self, steady_prefill, self.running, self.device_wait, *outputs)
+        outputs = self.device_wait, self.top_logprobs, self.routed_experts
+        prefill = steady_prefill and Prefill(self, steady_prefill, self.running, *outputs)
         self.steady = SteadyDecode(
             self,
             channel,
@@ -146,7 +145,7 @@ class PinnedScheduler(ScoringBetweenSteps, Scheduler):
             return _PROCESSED
         if (prefill := self.steady.prefill) is not None:
             return prefill.run(batch)
-        self._top_logprobs.begin(batch, self.running.held)
+        self.top_logprobs.begin(batch, self.running.held)
         return super().run_batch(batch)
 
     def process_batch_result(
@@ -166,7 +165,7 @@ class PinnedScheduler(ScoringBetweenSteps, Scheduler):
         """
         running = self.running
         with running.lock:
-            self._top_logprobs.collect(running.held)
+            self.top_logprobs.collect(running.held)
             if broken := running.not_finite(reqs):
                 running.end_not_finite(broken, alone=len(reqs) == 1)
                 self.condition.kv_not_finite = True
@@ -267,11 +266,18 @@ class PinnedScheduler(ScoringBetweenSteps, Scheduler):
         return (lambda _: True) if admission is None else admission.may_start()
 
     def abort(self, internal_rid: str) -> None:
-        """End one request, at once or after one more step."""
+        """End one request, at a step boundary. See `StepScheduler.abort`."""
         if self.scorer.drop(internal_rid):
             self.running.end(internal_rid, aborted("it was aborted", "cancelled"))
-        else:
-            self.abort_request(AbortReq(rid=internal_rid))
+            return
+        self.abort_request(AbortReq(rid=internal_rid))
+        request = self.running.held.get(internal_rid)
+        req = None if request is None else request.req
+        if request and req and req.to_finish and req not in self.chunked_reqs:
+            # Upstream would end it after one more step, and may retract it first.
+            req.check_finished()
+            release_kv_cache(req, self.tree_cache)
+            self.running.deliver(request, req)
 
     @cached_property
     def hugging_face(self) -> HuggingFaceMapping:
@@ -281,12 +287,8 @@ class PinnedScheduler(ScoringBetweenSteps, Scheduler):
         config = runner.model_config if quantization is None else quantization.model_config
         return HuggingFaceMapping(runner.model, config, self.leaves.source_specs)
 
-    def warm_top_logprobs(self, warming: bool) -> None:
-        self._top_logprobs.warm(warming)
-
     def release_all(self) -> None:
-        """See `teardown.release_all`. The caller has taken the requests out before
-        (`Channel.retract`)."""
+        """See `teardown.release_all`. The caller has taken the requests out before."""
         self.scorer.forget()
         release_all(self)
 

@@ -49,7 +49,7 @@ class StepScheduler(Protocol):
         """Score prompts, for about as long as a prefill takes."""
 
     def abort(self, internal_rid: str) -> None:
-        """End one request, at once or after one more step."""
+        """End one request, at once or, if its prompt is in chunks, when the next step begins."""
 
     def release_all(self) -> None:
         """Drop every request, and free their KV pages."""

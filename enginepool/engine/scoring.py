@@ -105,7 +105,7 @@ class Scorer:
         cannot_hold: Ends a request whose prompt does not fit an empty KV cache.
 
     Attributes:
-        waits_for_room: The next prompt waits until running requests give back KV cache.
+        waits_for_room: The next prompt waits for KV cache of running requests or begun prompts.
     """
 
     def __init__(

@@ -67,7 +67,7 @@ def warm_up(scheduler: PinnedScheduler, start: StartStages) -> None:
         manager._precompile_extend = lambda *_, **__: None
     if scheduler.steady.supported:  # nor its decode programs
         manager._precompile_decode = lambda *_, **__: None
-    scheduler.warm_top_logprobs(True)
+    scheduler.top_logprobs.warm(True)
     try:
         with no_progress_bars(), compiling_ahead(ahead):
             worker.run_precompile()
@@ -79,7 +79,7 @@ def warm_up(scheduler: PinnedScheduler, start: StartStages) -> None:
                 scheduler.adapters.compile()
         scheduler.steady.compile()
     finally:
-        scheduler.warm_top_logprobs(False)
+        scheduler.top_logprobs.warm(False)
         del manager._make_dummy_batch
         for name in ("_precompile_extend", "_precompile_decode"):
             vars(manager).pop(name, None)

@@ -34,6 +34,17 @@ def params(*max_new_tokens: int, **others: Any) -> list[dict[str, Any]]:
     return [GREEDY | {"max_new_tokens": number} | others for number in max_new_tokens]
 
 
+def test_more_requests_may_run_than_a_prefill_has_tokens(make_pool: MakePool):
+    """A batch has no more rows than a prefill has tokens. The others wait."""
+    tokens: dict[str, Any] = dict.fromkeys(("max_prefill_tokens", "chunked_prefill_size"), 4)
+    paddings: dict[str, Any] = {"precompile_token_paddings": [4], "precompile_bs_paddings": [4]}
+    pool = make_pool("qwen3", 1, max_running_requests=6, warmup="none", **tokens, **paddings)
+    prompts = [[5 + i, 7] for i in range(6)]
+    results = pool.generate_all(input_ids=prompts, sampling_params=params(40)[0])
+    assert [len(result["output_ids"]) for result in results] == [40] * 6
+    assert pool.events() == []
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_mixed_batch_on_four_engines_equals_reference(
     make_pool: MakePool, model_dir: Callable[[str], Path], family: str

@@ -251,6 +251,41 @@ def test_a_prompt_that_leaves_while_it_waits_for_room(
         assert not waits.result(SECONDS)[0]["logprobs"]
 
 
+def test_room_that_an_output_of_one_token_leaves(
+    make_pool: MakePool, model_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When an output ends, another one takes the KV cache for which a prompt waits, and ends with
+    its first token. The prompt does not wait 16 steps then."""
+    one = make_pool("qwen3", 1, max_decode_steps=1)
+    one.flush_cache()
+    scheduler, channel = faults.scheduler_of(one, 0), one.runtime.workers[0].channel
+    step, deliver = scheduler.scorer.step, scheduler.running.deliver
+    ended, scored = dict[int, int](), list[int]()
+
+    def scoring(*args: Any) -> Any:
+        scored.append(channel.steps)
+        return step(*args)
+
+    def delivering(request: Any, *args: Any) -> None:
+        ended[len(request.input_ids)] = channel.steps
+        deliver(request, *args)
+
+    monkeypatch.setattr(scheduler.scorer, "step", scoring)
+    monkeypatch.setattr(scheduler.running, "deliver", delivering)
+    beside = [GREEDY | {"max_new_tokens": count} for count in (90, 45)]
+    let_go = faults.hang_in_step(one, 0, at=20)
+    with callers(3) as executor:
+        executor.submit(one.generate_all, None, beside, input_ids=[ids(420), ids(460)])
+        assert let_go.begun.wait(SECONDS)
+        executor.submit(one.generate, None, GREEDY | {"max_new_tokens": 1}, input_ids=ids(60))
+        prompt = executor.submit(score, one, ([ids(500)], [ids(9)]))
+        until(lambda: waiting(one) == 2)
+        let_go.set()
+        assert_scores(model_dir("qwen3"), [ids(500)], [ids(9)], prompt.result(SECONDS))
+    assert ended[460] < ended[60] < scored[0] <= ended[60] + 2
+    assert scored[-1] < ended[420]
+
+
 def test_an_output_that_waits_for_the_kv_cache_of_a_prompt(one: EnginePool) -> None:
     """It starts when the prompt is scored, though no output has ended."""
     long: Any = {"sampling_params": GREEDY | {"max_new_tokens": 400}, "input_ids": [5]}

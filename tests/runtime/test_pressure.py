@@ -12,6 +12,7 @@ import anyio
 import pytest
 
 from enginepool import EnginePool, InvalidRequest
+from enginepool.dispatch.request import Call
 from tests.support import faults
 from tests.support.liveness import SECONDS, at_rest, callers, until
 from tests.support.pools import SMALL, same
@@ -82,6 +83,46 @@ def test_more_work_than_kv_cache(pool: EnginePool, retracted: list[int]) -> None
     )
     assert sum(retracted) > 0
     same(results, expected * 3)
+
+
+def test_an_aborted_output_is_not_retracted(
+    pool: EnginePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An output that has the fewest tokens is aborted at a step boundary at which the KV cache is
+    full. It ends there, and does not wait for KV cache to gain another token."""
+    engine: Any = pool.engines[0]
+    channel, scheduler = pool.runtime.workers[0].channel, faults.scheduler_of(pool, 0)
+    allocator, tree = scheduler.token_to_kv_pool_allocator, scheduler.tree_cache
+    aborted, ended = dict[str, int](), dict[str, int]()
+
+    def full() -> bool:
+        rows = len(scheduler.running_batch.reqs_info[0].reqs or ())
+        return allocator.available_size(0) + tree.evictable_size(dp_rank=0) < rows
+
+    def abort() -> None:
+        reqs = scheduler.running_batch.reqs_info[0].reqs
+        last = min(reqs, key=lambda req: (len(req.output_ids), -len(req.origin_input_ids)))
+        aborted[last.rid] = channel.steps
+        request = scheduler.running.held[last.rid]
+        pool.runtime.dispatch.abort([request], "it has to go", "cancelled")
+
+    finish = Call.finish
+
+    def finishing(call: Call, request: Any, reason: Any) -> bool:
+        ended[request.internal_rid] = channel.steps
+        return finish(call, request, reason)
+
+    monkeypatch.setattr(Call, "finish", finishing)
+    with callers(1) as executor:
+        call = executor.submit(
+            engine.generate, input_ids=PROMPTS[:4], sampling_params=STOPPABLE, return_logprob=True
+        )
+        channel.run_when(full, abort).result(SECONDS)
+        results = call.result(SECONDS)
+    (rid,) = aborted
+    assert ended[rid] == aborted[rid]
+    reasons = [result["meta_info"]["finish_reason"] for result in results]
+    assert [one["message"] for one in reasons if one["type"] == "abort"] == ["it has to go"]
 
 
 def test_request_that_can_never_fit(pool: EnginePool) -> None:

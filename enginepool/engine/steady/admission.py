@@ -152,7 +152,8 @@ class Admission:
             return False
         self._delay.restart()
         self._channel.steps += 1
-        self._freed = bool(scheduler.waiting_queue)  # try the others again after a step
+        # There may be room for the others, or for a prompt: try again after a step.
+        self._freed = bool(scheduler.waiting_queue) or self._scorer.has_prompts
         assert self._prefills is not None
         with self._current(batch):
             in_flight.add_prefill(self._prefills.begin(batch))

@@ -52,7 +52,7 @@ class StepsInFlight:
         launched: How many decode steps were launched.
         launches: How many launches of decode are in flight.
         prefill: The prefill that is in flight, if there is one.
-        closed: No further step is launched, and no request is added.
+        closed: No further step is launched, and no waiting request is admitted.
     """
 
     def __init__(

@@ -121,9 +121,7 @@ class InputBatch:
         indices: Any = req.output_token_logprobs_idx
         self._extend_of[row] = req.output_ids.extend, values.extend, indices.extend
         self.limits[row] = -1
-        # Upstream gives an aborted request one more step.
-        longest = len(req.origin_input_ids) + params.max_new_tokens
-        self.limits[row, 0] = length + 1 if req.to_finish else longest
+        self.limits[row, 0] = len(req.origin_input_ids) + params.max_new_tokens
         self.limits[row, 1 : 1 + len(stops[:STOP_IDS])] = stops[:STOP_IDS]
         self.table.set_sampling(row, params)
         if req.grammar is not None:
