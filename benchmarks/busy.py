@@ -17,14 +17,10 @@ steps for the same outputs is busier, not faster.
 Workloads:
   decode    full batches that begin and end together
   arrivals  three times as many requests as the batches hold, of uneven prompts and outputs
-  streams   decode, with every output streamed to one caller (upstream's are not streamed)
   sampled   decode, at temperature 1 with top_k 20 and top_p 0.95
-  masks     sampled, with the sampling mask of every token (upstream's have none)
   grammars  decode, with a regular expression for every output (without upstream)
 
-"Thread" is the processor time of an engine's thread for a step. It includes prefill, admission and
-the ends of requests. "Of a steady step" is the thread's processor time in steady decode, for a step
-of steady decode. "Fell back" is the share of a pool's decode steps that upstream's loop ran.
+"Fell back" is the share of a pool's decode steps that upstream's loop ran.
 """
 
 from __future__ import annotations
@@ -42,8 +38,7 @@ from benchmarks.contestant import Contestant, random_job
 from benchmarks.synthetic import nano_config, write_model
 
 _LAYERS = 36  # as Qwen3-4B: 400 leaves
-_CONTESTANTS = ("pool", "processes")
-_WORKLOADS = ("decode", "arrivals", "streams", "sampled", "masks", "grammars")
+_WORKLOADS = ("decode", "arrivals", "sampled", "grammars")
 _SAMPLED = {"temperature": 1.0, "top_k": 20, "top_p": 0.95}
 _GRAMMAR = {"regex": "[0-9a-f]{512}", "ignore_eos": False}  # longer than any output
 # Tokens of a prompt and of an output, at least and at most; "decode" outputs have --tokens.
@@ -59,7 +54,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--step-ms", type=float, nargs="+", default=[5.0, 10.0, 20.0])
     add("--batch", type=int, default=64, help="requests of an engine at a time; default: 64")
     add("--workload", nargs="+", choices=_WORKLOADS, default=["decode", "arrivals"])
-    add("--contestants", nargs="+", choices=_CONTESTANTS, default=_CONTESTANTS)
     add("--tokens", type=int, default=200, help="tokens of an output of decode; default: 200")
     add("--rounds", type=int, default=3)
     return parser.parse_args(argv)
@@ -82,7 +76,7 @@ def _contest(engines: int, model: Path, args: argparse.Namespace) -> list[dict[s
     with ExitStack() as stack:
         contestants = [
             stack.enter_context(closing(Contestant(name, model, options, engines)))
-            for name in args.contestants
+            for name in ("pool", "processes")
         ]
         for workload in args.workload:
             for step_ms in args.step_ms:
@@ -142,19 +136,19 @@ def _job(
     if workload == "arrivals":
         return random_job(3 * running, _PROMPT, _OUTPUT, step_ms, seed)
     job = random_job(running, _SHORT_PROMPT, (args.tokens, args.tokens), step_ms, seed)
-    if workload in ("sampled", "masks"):
+    if workload == "sampled":
         job["params"] = [one | _SAMPLED for one in job["params"]]
     if workload == "grammars":
         job["params"] = [one | _GRAMMAR for one in job["params"]]
-    return job | {"streams": workload == "streams", "masks": workload == "masks"}
+    return job
 
 
 def _show(title: str, rows: Sequence[dict[str, Any]]) -> None:
     print(f"{title}, on {CORES} cores:", flush=True)
     plain(
         [
-            *("engines", "step ms", "", "busy", "of each round", "tokens/s"),
-            *("thread ms a step", "of a steady step", "CPU ms a step", "fell back"),
+            *("engines", "step ms", "", "busy", "of each round", "tokens/s", "CPU ms a step"),
+            "fell back",
         ],
         [
             [
@@ -164,8 +158,6 @@ def _show(title: str, rows: Sequence[dict[str, Any]]) -> None:
                 f"{100 * row['busy_share']:.1f} %",
                 " ".join(f"{100 * share:.1f}" for share in row["spread"]),
                 f"{row['tokens_per_sec']:,.0f}" if row["name"] != "ceiling" else "",
-                f"{row['thread_ms_per_step']:.2f}" if row["thread_ms_per_step"] else "",
-                f"{row['steady_ms_per_step']:.2f}" if row["steady_ms_per_step"] else "",
                 f"{row['cpu_ms_per_step']:.2f}",
                 f"{100 * row['fallback_share']:.1f} %" if row["name"] == "pool" else "",
             ]

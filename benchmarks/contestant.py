@@ -61,13 +61,11 @@ class Contestant:
             process.send_signal(signal.SIGSTOP)
         tokens = sum(answer["tokens"] for answer in answers)
         means = ("cpu_ms_per_step", "busy_share", "fallback_share")
-        highest = ("thread_ms_per_step", "steady_ms_per_step")
         return {
             "wall_sec": wall,
             "tokens": tokens,
             "tokens_per_sec": tokens / wall,
             **{key: statistics.mean(answer[key] for answer in answers) for key in means},
-            **{key: max(answer[key] for answer in answers) for key in highest},
         }
 
     def close(self) -> None:

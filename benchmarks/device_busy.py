@@ -14,7 +14,6 @@ import jax
 
 # The lanes of a trace that show a device's work: a GPU's streams, a TPU's programs.
 _LANES = ("Stream", "XLA Modules")
-_GAP = 50.0  # microseconds; a shorter gap is not counted
 
 
 def busy_share(folder: Path, seconds: float, work: Callable[[], Any]) -> dict[str, Any]:
@@ -65,16 +64,8 @@ def _process(lanes: dict[tuple[int, Any], str], pid: int) -> str:
 
 def _busy(spans: Iterable[tuple[float, float]]) -> dict[str, Any]:
     (begin, end), *others = spans
-    busy, gaps = end - begin, [0.0]
+    busy = end - begin
     for start, stop in others:
-        gaps.append(start - end)
         busy += max(0.0, stop - max(start, end))
         end = max(end, stop)
-    longer = [gap for gap in gaps if gap > _GAP]
-    return {
-        "percent": 100 * busy / (end - begin),
-        "window_ms": (end - begin) / 1000,
-        "gaps_over_50_us": len(longer),
-        "gaps_over_50_us_ms": sum(longer) / 1000,
-        "longest_gap_ms": max(gaps) / 1000,
-    }
+    return {"percent": 100 * busy / (end - begin), "window_ms": (end - begin) / 1000}

@@ -26,12 +26,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from llguidance.hf import from_tokenizer
-from transformers import AutoTokenizer
 
 from benchmarks.command import arguments, plain, write_json
 from benchmarks.fuzz_law import Law
-from benchmarks.fuzz_load import CHUNK, ENDS, VOCABULARY, Load, fuzz_model
+from benchmarks.fuzz_load import CHUNK, ENDS, Load, fuzz_model
 from benchmarks.micro_pool import ADAPTED, ADAPTERS, left_over, write_adapters
 from benchmarks.soak_checks import FAILED
 from benchmarks.span_checks import ROWS, output_logits, output_logprobs
@@ -78,8 +76,7 @@ def check(models: Mapping[str | None, Path], load: Load) -> list[str]:
     Args:
         models: By adapter, the checkpoint with the adapter merged into the base.
     """
-    tokenizer: Any = AutoTokenizer.from_pretrained(models[None])
-    law = Law(tokenizer, ENDS, from_tokenizer(tokenizer, n_vocab=VOCABULARY))
+    law = Law(models[None], ENDS)
     found = list(load.faults)
     for adapter, model in models.items():
         asked = [one for one in load.asked if one.adapter == adapter]

@@ -3,12 +3,16 @@ forward pass along the output. The rest is computed from them in NumPy."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer, grammar_from
+from llguidance import LLMatcher, grammar_from
+from llguidance.hf import from_tokenizer
+from transformers import AutoTokenizer
 
 from benchmarks.span_checks import NEAR_TIE, Finished
 
@@ -21,13 +25,15 @@ class Law:
     """The outputs that one model may give.
 
     Args:
-        tokenizer: The checkpoint's, of Hugging Face.
+        model: The checkpoint.
         ends: The ids that end an output by themselves.
-        vocabulary: The same tokenizer as llguidance has it.
     """
 
-    def __init__(self, tokenizer: Any, ends: set[int], vocabulary: LLTokenizer) -> None:
-        self.tokenizer, self.ends, self.vocabulary = tokenizer, ends, vocabulary
+    def __init__(self, model: Path, ends: set[int]) -> None:
+        self.ends = ends
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(model)
+        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+        self.vocabulary = from_tokenizer(self.tokenizer, n_vocab=config["vocab_size"])
 
     def faults(
         self, finished: Finished, params: Mapping[str, Any], logits: np.ndarray | None = None

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from benchmarks.merges import write_speller
-from benchmarks.synthetic import micro_config, read_model
+from benchmarks.synthetic import read_model
 from enginepool import EnginePool, EnginePoolError
 from tests.support.adapters import config, merged, random_adapter, write_adapter
 
@@ -32,12 +31,6 @@ ADAPTED: dict[str, Any] = {
     "lora_target_modules": ["all"],
 }
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-
-
-def two_models(folder: Path) -> list[Path]:
-    """Checkpoints of the same shape. They spell strings in twice as many tokens as their tokenizer
-    does."""
-    return [write_speller(folder / str(which), micro_config(), seed=which) for which in range(2)]
 
 
 def spoil(directory: Path) -> Path:

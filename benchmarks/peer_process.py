@@ -14,9 +14,8 @@ import operator
 import os
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 
@@ -34,7 +33,7 @@ def main() -> None:
     sys.stdout = sys.stderr  # whatever else is printed is no answer
     setup = json.loads(sys.stdin.readline())
     accelerator = simulated.install()
-    engines: _Engines = _Pool(setup) if setup["name"] == "pool" else _Upstream(setup)
+    engines = _Pool(setup) if setup["name"] == "pool" else _Upstream(setup)
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
         answer = _run(json.loads(line), engines, accelerator, setup["engines"])
@@ -42,39 +41,19 @@ def main() -> None:
     os._exit(0)  # upstream's threads cannot be stopped
 
 
-class _Engines(Protocol):
-    def generate(self, job: dict[str, Any]) -> int:
-        """Do the job. Returns the number of tokens."""
-        ...
-
-    def flush(self) -> None: ...
-
-    def thread_seconds(self) -> tuple[float, float]:
-        """Processor time of a pool's engine threads, and the part of it that is steady decode.
-        Upstream's cannot be asked: 0."""
-        ...
-
-    def decode_steps(self) -> tuple[int, int]:
-        """Of a pool: steps of steady decode, and decode steps of upstream's own."""
-        ...
-
-
 def _run(
-    job: dict[str, Any], engines: _Engines, accelerator: simulated.Accelerator, count: int
+    job: dict[str, Any], engines: _Pool | _Upstream, accelerator: simulated.Accelerator, count: int
 ) -> dict[str, float]:
     engines.flush()
     accelerator.reset(job["step_ms"] / 1000)
-    threads, decoded = engines.thread_seconds(), engines.decode_steps()
+    decoded = engines.decode_steps()
     cpu = time.process_time()
     tokens = engines.generate(job)
     cpu = time.process_time() - cpu
-    thread, steady_thread = map(operator.sub, engines.thread_seconds(), threads)
     steady, fallback = map(operator.sub, engines.decode_steps(), decoded)
     return {
         "tokens": tokens,
         "cpu_ms_per_step": 1000 * cpu / accelerator.steps,
-        "thread_ms_per_step": 1000 * thread / accelerator.steps,
-        "steady_ms_per_step": 1000 * steady_thread / max(1, steady),
         "fallback_share": fallback / max(1, steady + fallback),
         "busy_share": accelerator.busy_share(count),
     }
@@ -88,51 +67,25 @@ class _Pool:
             setup["model"], devices=setup["engines"], **setup["server_args"]
         ).open()
         self._workers = self._pool.runtime.workers
-        self._steady = [_timed(worker.scheduler.steady) for worker in self._workers]
 
     def generate(self, job: dict[str, Any]) -> int:
+        """Do the job. Returns the number of tokens."""
         if steps := job.get("ceiling"):
             worker = self._workers[0]
             worker.channel.run(lambda: _back_to_back(worker.scheduler, steps)).result()
             return steps
         prompts: dict[str, Any] = {"input_ids": job["prompts"], "sampling_params": job["params"]}
-        if job.get("streams"):
-            chunks = self._pool.stream(**prompts)
-            results = [chunk for chunk in chunks if chunk["meta_info"]["finish_reason"]]
-        else:
-            masks = job.get("masks", False)
-            results = self._pool.generate_all(**prompts, return_sampling_mask=masks)
+        results = self._pool.generate_all(**prompts)
         return sum(result["meta_info"]["completion_tokens"] for result in results)
 
     def flush(self) -> None:
         self._pool.flush_cache()
 
-    def thread_seconds(self) -> tuple[float, float]:
-        times = [worker.channel.run(time.thread_time) for worker in self._workers]
-        threads = sum(future.result() for future in times)
-        # Read after these jobs, so that each engine's last step has ended.
-        return threads, sum(seconds() for seconds in self._steady)
-
     def decode_steps(self) -> tuple[int, int]:
+        """Steps of steady decode, and decode steps of upstream's own."""
         engines = self._pool.stats()["engines"]
         steady, fallback = ([e[key] for e in engines] for key in ("steady_steps", "fallback_steps"))
         return sum(steady), sum(fallback)
-
-
-def _timed(steady: Any) -> Callable[[], float]:
-    """Measure the processor time of steady decode. Returns a function that returns the seconds so
-    far."""
-    seconds, run = 0.0, steady.run
-
-    def timed(batch: Any) -> bool:
-        nonlocal seconds
-        began = time.thread_time()
-        decoded: bool = run(batch)
-        seconds += decoded * (time.thread_time() - began)
-        return decoded
-
-    steady.run = timed
-    return lambda: seconds
 
 
 def _back_to_back(scheduler: Any, steps: int) -> None:
@@ -174,9 +127,6 @@ class _Upstream:
 
     def flush(self) -> None:
         self._thread.submit(self._engine.flush_cache).result()
-
-    def thread_seconds(self) -> tuple[float, float]:
-        return 0.0, 0.0
 
     def decode_steps(self) -> tuple[int, int]:
         return 0, 0

@@ -128,10 +128,3 @@ def process() -> dict[str, Any]:
 def device_bytes(pool: EnginePool) -> int:
     gc.collect()
     return pool.stats()["memory"]["sum"]["bytes_in_use"]
-
-
-def as_text(value: Any) -> Any:
-    """A figure for a table; counts by kind as one line."""
-    if isinstance(value, dict):
-        return f"{sum(value.values())}: " + ", ".join(f"{n} {k}" for k, n in sorted(value.items()))
-    return f"{value:.3f}" if isinstance(value, float) else value

@@ -1,7 +1,6 @@
 """Seconds from a pool's constructor to its first token. Imports are done before.
 
     python -m benchmarks.startup
-    python -m benchmarks.startup --layers 36 --batch 64 --engines 1 4
 
 Each pool has a process of its own. "Cold": nothing is compiled yet. "Warm": JAX's persistent
 compilation cache (JAX_COMPILATION_CACHE_DIR) has the programs of an earlier run. Beside a pool of N
@@ -24,7 +23,6 @@ from typing import Any
 
 from benchmarks.command import arguments, plain, write_json
 from benchmarks.opening import first_token, upstreams_first_token
-from benchmarks.synthetic import nano_config, write_model
 from enginepool import toy
 
 
@@ -34,8 +32,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--engines", type=int, nargs="+", default=[1, 2, 4, 8])
     add("--rounds", type=int, default=3)
     add("--model", default=str(toy.checkpoint()), help="directory or hub id; default: the toy")
-    add("--layers", type=int, help="a tiny Qwen3 of so many layers, in place of --model")
-    add("--batch", type=int, help="max_running_requests; default: the pool's")
     add("--one", type=int, metavar="N", help=argparse.SUPPRESS)  # in the pool's own process
     add("--upstream", action="store_true", help=argparse.SUPPRESS)  # or in upstream's
     return parser.parse_args(argv)
@@ -50,9 +46,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         for engines in args.engines
     }
     with tempfile.TemporaryDirectory(prefix="startup-") as folder:
-        if args.layers is not None:
-            config = nano_config() | {"num_hidden_layers": args.layers}
-            args.model = str(write_model(Path(folder, "model"), config))
         for number in range(args.rounds + 1):
             for engines, kinds in runs.items():
                 for who, runner in (("", _run), ("upstream ", _upstreams)):
@@ -69,11 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _one(args: argparse.Namespace) -> None:
-    options = {} if args.batch is None else {"max_running_requests": args.batch}
     if args.upstream:
-        _, found = upstreams_first_token(args.model, options)
+        _, found = upstreams_first_token(args.model, {})
     else:
-        _, found = first_token(args.model, args.one, **options)
+        _, found = first_token(args.model, args.one)
     print(json.dumps(found), flush=True)
     os._exit(0)  # upstream's threads cannot be stopped
 
@@ -93,7 +85,6 @@ def _started(
 ) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "benchmarks.startup", "--one", str(engines), *more]
     command += ["--model", args.model]
-    command += [] if args.batch is None else ["--batch", str(args.batch)]
     env = {name: value for name, value in os.environ.items() if "COMPILATION_CACHE" not in name}
     if cache is not None:
         env |= {

@@ -51,11 +51,8 @@ def measure(args: argparse.Namespace, devices: Sequence[jax.Device], other: jax.
 
 def _config(leaves: int) -> dict[str, Any]:
     """The smallest Qwen3 with about so many tensors."""
-    layer, rest = (
-        len(parameter_shapes(_with_layers(2))) - len(parameter_shapes(_with_layers(1))),
-        len(parameter_shapes(_with_layers(0))),
-    )
-    return _with_layers(max(1, round((leaves - rest) / layer)))
+    rest, one = (len(parameter_shapes(_with_layers(count))) for count in (0, 1))
+    return _with_layers(max(1, round((leaves - rest) / (one - rest))))
 
 
 def _with_layers(layers: int) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
     python -m benchmarks.weight_update --size-gb 1 --engines 4 --rounds 3
     python -m benchmarks.weight_update --leaves 399
+    python -m benchmarks.weight_update --int8 --size-gb 0.5 --rounds 5
 
 The model is a Qwen3 of random weights. Engines idle, and the sum of the report's phases "stage" and
 "commit" is compared with plain JAX. The wait for a step boundary lies between the two and is not in
@@ -14,6 +15,9 @@ update. "First" is the wall time of a source's first staging. "Decode meanwhile"
 engines on a simulated accelerator of 20 ms steps, over their undisturbed speed, while weights are
 staged again and again. "Beside plain JAX" is their speed while plain JAX moves weights again and
 again.
+
+With --int8 a pool in int8 and a pool in bfloat16 stage each source in turn. The figures are medians
+of the phase "stage".
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +45,7 @@ from enginepool import EnginePool
 from enginepool.runtime.quiesce import SwapMode
 
 # Two programs, and a KV cache that is small beside any weights.
-SERVER_ARGS: dict[str, Any] = {
+_SERVER_ARGS: dict[str, Any] = {
     "load_format": "dummy",
     "context_length": 128,
     "max_running_requests": 2,
@@ -63,6 +68,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--size-gb", type=float, default=1.0, help="10^9 bytes of weights; default: 1")
     add("--engines", type=int, default=4, help="each holds two sets of weights; default: 4")
     add("--leaves", type=int, help="instead of a size: the host's time for so many tiny leaves")
+    add("--int8", action="store_true", help="instead: a pool in int8 beside one in bfloat16")
     add("--rounds", type=int, default=3, help="of pool and plain JAX in turn; default: 3")
     return parser.parse_args(argv)
 
@@ -74,6 +80,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.leaves:
         measure_leaves(args, devices, other)
         return
+    if args.int8:
+        _beside_bfloat16(args, devices, other)
+        return
     dtype = "float32" if devices[0].platform == "cpu" else "bfloat16"
     config = sized_config(args.size_gb * 1e9, dtype)
     nbytes = weight_bytes(config)
@@ -84,22 +93,40 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = []
     with tempfile.TemporaryDirectory(prefix="weight-update-") as folder:
         directory = write_model(Path(folder), config)
-        with EnginePool(str(directory), devices=devices, dtype=dtype, **SERVER_ARGS) as pool:
+        with EnginePool(str(directory), devices=devices, dtype=dtype, **_SERVER_ARGS) as pool:
             for case in cases(directory, devices, other):
                 rows.append(measure(pool, case, args.rounds))
                 print(f"measured {case.name}", flush=True)
             if len({row["fingerprint"] for row in rows}) > 1:
                 sys.exit(f"every source has the same weights, but the engines differ: {rows}")
             pauses = _pauses(pool, own_layout(directory, other), args.rounds)
-    figures = {
-        "platform": devices[0].platform,
-        "engines": args.engines,
-        "nbytes": nbytes,
-        "rows": rows,
-        "pauses": pauses,
-    }
+    figures = {"nbytes": nbytes, "rows": rows, "pauses": pauses}
     _show(figures)
     write_json(args, **figures)
+
+
+def _beside_bfloat16(
+    args: argparse.Namespace, devices: Sequence[jax.Device], other: jax.Device
+) -> None:
+    rows: list[dict[str, Any]] = []
+    options: dict[str, Any] = {"devices": devices, "dtype": "bfloat16"} | _SERVER_ARGS
+    with tempfile.TemporaryDirectory(prefix="weight-int8-") as folder, ExitStack() as stack:
+        model = write_model(Path(folder), sized_config(args.size_gb * 1e9, "bfloat16"))
+        pools = [
+            stack.enter_context(EnginePool(str(model), quantization_config_path=file, **options))
+            for file in (None, "int8.yaml")
+        ]
+        for case in cases(model, devices, other):
+            source = case.make()
+            rounds = [
+                [pool.update_weights(source).seconds["stage"] for pool in pools]
+                for _ in range(args.rounds + 1)  # the first one compiles
+            ]
+            whole, int8 = map(statistics.median, zip(*rounds[1:], strict=True))
+            rows.append({"source": case.name, "plain_s": whole, "quantized_s": int8})
+            said = f"{case.name}: bfloat16 {whole:.3f} s, int8 {int8:.3f} s"
+            print(f"{said}, {int8 / whole:.2f} times", flush=True)
+    write_json(args, rows=rows)
 
 
 def _return_memory_at_once() -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import inspect
 import json
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +15,6 @@ from enginepool.values import did_you_mean, shown
 
 # Where upstream's flag and field have different names.
 _FIELDS = {"tensor_parallel_size": "tp_size", "data_parallel_size": "dp_size"}
-_OTHERS = "Other options"
 
 
 @dataclass(frozen=True)
@@ -34,31 +31,14 @@ class FromFile:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Knows its options by name, and shows each under its heading.
+    """Knows its options by name."""
 
-    Args:
-        headings: The heading of each flag. None if headings are not shown.
-        hidden: Names of options that are not shown.
-    """
-
-    def __init__(
-        self, headings: Mapping[str, str] | None = None, hidden: Collection[str] = ()
-    ) -> None:
+    def __init__(self) -> None:
         super().__init__(allow_abbrev=False, add_help=False, usage=argparse.SUPPRESS)
-        self._headings, self._hidden = headings, hidden
-        self._sections: dict[str, Any] = {}
         self.options: dict[str, argparse.Action] = {}
 
     def add_argument(self, *flags: Any, **options: Any) -> argparse.Action:
-        add = super().add_argument
-        if self._headings is not None:
-            heading = next((self._headings[f] for f in flags if f in self._headings), _OTHERS)
-            if heading not in self._sections:
-                self._sections[heading] = self.add_argument_group(heading)
-            add = self._sections[heading].add_argument
-        if any(_name(flag) in self._hidden for flag in flags):
-            options["help"] = argparse.SUPPRESS
-        action = add(*flags, **options)
+        action = super().add_argument(*flags, **options)
         self.options |= {_name(flag): action for flag in action.option_strings}
         return action
 
@@ -89,7 +69,7 @@ def parse_upstream_flags(
 
 
 def upstream_help(hidden: Collection[str]) -> str:
-    """The help of `ServerArgs` for its flags, under its own headings.
+    """The help of `ServerArgs` for its flags.
 
     Args:
         hidden: Options that are the command's own.
@@ -98,12 +78,12 @@ def upstream_help(hidden: Collection[str]) -> str:
 
     upstream = server_args_class()
     fields = {field.name for field in dataclasses.fields(upstream)}
-    parser = _Parser(_headings(upstream.add_cli_args), hidden)
+    parser = _Parser()
     upstream.add_cli_args(parser)
     for name, action in parser.options.items():
         field = _FIELDS.get(name, name)
         refused = field in REFUSED or field.startswith(tuple(REFUSED_PREFIXES))
-        if refused or _FIELDS.get(action.dest, action.dest) not in fields:
+        if name in hidden or refused or _FIELDS.get(action.dest, action.dest) not in fields:
             action.help = argparse.SUPPRESS
     return parser.format_help()
 
@@ -170,24 +150,6 @@ def _as_flag(name: str, action: argparse.Action, value: Any) -> list[str]:
         return [flag, *map(str, value)]
     text = value if isinstance(value, str) else json.dumps(value)
     return [f"{flag}={text}"]
-
-
-def _headings(add_cli_args: Any) -> dict[str, str]:
-    """The heading of each flag. Upstream has headings only as comments in its source. If they are
-    not found, all flags have one heading."""
-    try:
-        source = inspect.getsource(add_cli_args)
-    except OSError:
-        return {}
-    found, heading = {}, _OTHERS
-    for line in source.splitlines():
-        if comment := re.fullmatch(r" {8}# (\w.*)", line):
-            heading = comment[1]
-        elif flag := re.search(r'^\s*"(--[\w-]+)",', line) or re.search(
-            r'add_argument\(\s*"(--[\w-]+)"', line
-        ):
-            found[flag[1]] = heading
-    return found
 
 
 def _name(flag: str) -> str:

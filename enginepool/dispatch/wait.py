@@ -23,22 +23,6 @@ GRACE_SECONDS = 10.0
 _TICK_SECONDS = 0.1
 
 
-class ThreadSignal:
-    """Wakes a waiting thread. Any thread may call `set`, which is cheap."""
-
-    def __init__(self) -> None:
-        self._event = threading.Event()
-
-    def set(self) -> None:
-        self._event.set()
-
-    def wait(self, timeout: float | None) -> bool:
-        """Sleep until `set` was called since the last wait; False after `timeout` seconds."""
-        woken = self._event.wait(timeout)
-        self._event.clear()
-        return woken
-
-
 class LoopSignal:
     """Wakes a task on the event loop (asyncio or trio) that made it. `set` never blocks."""
 
@@ -114,7 +98,7 @@ def wait_all(
     Args:
         tick: Called about ten times a second while waiting.
     """
-    signal = ThreadSignal()
+    signal = threading.Event()
     call.listen(signal, every=False)
     deadline = _Deadline(dispatch, call, timeout)
     while not call.done:
@@ -122,6 +106,7 @@ def wait_all(
         pause = left if tick is None else min(_TICK_SECONDS, left or _TICK_SECONDS)
         if not signal.wait(pause):
             deadline.check()
+        signal.clear()
         if tick is not None:
             tick()
     _rest_if_closed(call)
@@ -139,7 +124,7 @@ async def async_wait_all(dispatch: Dispatch, call: Call, timeout: float | None) 
 
 def chunks(dispatch: Dispatch, call: Call, timeout: float | None) -> Iterator[Chunk]:
     """Yield each request of a submitted call when it ends, and snapshots of streamed requests."""
-    signal = ThreadSignal()
+    signal = threading.Event()
     call.listen(signal, every=True)
     deadline, seen = _Deadline(dispatch, call, timeout), _Seen(call)
     while not seen.all:
@@ -149,6 +134,7 @@ def chunks(dispatch: Dispatch, call: Call, timeout: float | None) -> Iterator[Ch
         if not seen.all:
             dispatch.refuse_to_wait(call)
             signal.wait(deadline.left())
+            signal.clear()
             deadline.check()
     _rest_if_closed(call)
 

@@ -75,19 +75,10 @@ class UpstreamPrefill(PrefillProgram):
             raise InvalidConfig(f"enable_return_routed_experts=True: {self.refusal}")
         assert self._experts is not None
         runner = self._runner
-        forward_batch, metadata = self._arguments(self.buckets[0], [])
-        backend: Any = WithoutDevices(forward_batch.attn_backend)
-        forward_batch.attn_backend = backend
+        given = self._program_arguments(*self._arguments(self.buckets[0], []))
         program = OnAnyDevice(jax.jit(_layers_of_experts, static_argnames=["structure"]))
         with jax.set_mesh(runner.mesh):
-            layers = program.eval_shape(
-                self._definition,
-                self._structure,
-                runner.model_state_leaves,
-                forward_batch,
-                WithoutDevices(runner.memory_pools),
-                metadata,
-            )
+            layers = program.eval_shape(*given)
         return routing_of(layers, self._experts, runner.model_config.hf_config)
 
     def _run(self, bucket: int, pieces: Sequence[PrefillPiece], *, top: bool) -> Scores:
@@ -113,18 +104,17 @@ class UpstreamPrefill(PrefillProgram):
     def _run_program(
         self, wanted: jax.Array | None, forward_batch: ForwardBatch, metadata: LogitsMetadata
     ) -> Any:
-        runner = self._runner
-        backend: Any = WithoutDevices(forward_batch.attn_backend)
-        forward_batch.attn_backend = backend
-        return self._program(
-            self._definition,
-            self._structure,
-            runner.model_state_leaves,
-            forward_batch,
-            WithoutDevices(runner.memory_pools),
-            metadata,
-            wanted,
-        )
+        return self._program(*self._program_arguments(forward_batch, metadata), wanted)
+
+    def _program_arguments(
+        self, forward_batch: ForwardBatch, metadata: LogitsMetadata
+    ) -> tuple[Any, ...]:
+        runner, batch = self._runner, forward_batch
+        backend: Any = WithoutDevices(batch.attn_backend)
+        batch.attn_backend = backend
+        pools = WithoutDevices(runner.memory_pools)
+        leaves = runner.model_state_leaves
+        return self._definition, self._structure, leaves, batch, pools, metadata
 
     def _arguments(
         self, bucket: int, pieces: Sequence[PrefillPiece]

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llguidance.hf import from_tokenizer
-from transformers import AutoTokenizer
 
 from benchmarks.command import CORES, limited_by_cores
 from benchmarks.contestant import Contestant
@@ -27,7 +25,7 @@ def test_busy_benchmark_counts_the_devices_steps(tmp_path):
     """A simulated device is never busier than all of the time."""
     file = tmp_path / "figures.json"
     options = ["--engines", 2, "--step-ms", 3, "--batch", 2, "--tokens", 12, "--rounds", 1]
-    workloads = ["decode", "arrivals", "streams", "sampled", "masks", "grammars"]
+    workloads = ["decode", "arrivals", "sampled", "grammars"]
     printed = run("benchmarks.busy", *options, "--workload", *workloads, "--json", file)
     assert "arrivals, batches of 2" in printed
     assert "fell back" in printed
@@ -41,7 +39,6 @@ def test_busy_benchmark_counts_the_devices_steps(tmp_path):
     ]
     for row in rows:
         assert 0 < row["busy_share"] <= 1
-        assert (row["steady_ms_per_step"] > 0) == (row["name"] == "pool")
         assert row["tokens_per_sec"] < row["engines"] * 2 / 0.003 + 1
         if row["name"] != "ceiling" and row["workload"] != "arrivals":
             assert row["tokens"] == 2 * 2 * 12
@@ -97,7 +94,8 @@ def run(*arguments: Any) -> str:
 def test_startup_benchmark_opens_the_pools_that_it_says(tmp_path):
     """It opens the numbers of engines asked for, and measures all engines and the first token."""
     file = tmp_path / "figures.json"
-    options = ["--engines", 1, 2, "--rounds", 1, "--layers", 1, "--batch", 2, "--json", file]
+    model = make_random_model(tmp_path, "qwen3", num_layers=1)
+    options = ["--engines", 1, 2, "--rounds", 1, "--model", model, "--json", file]
     printed = run("benchmarks.startup", *options)
     assert "programs compiled" in printed
     runs = json.loads(file.read_text())["runs"]
@@ -200,8 +198,7 @@ WRONG_STOPS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("wrong", WRONG_STOPS)
 def test_soak_notices_where_a_stop_string_should_end_an_output(tmp_path, wrong):
-    tokenizer = AutoTokenizer.from_pretrained(make_random_model(tmp_path, "qwen3"))
-    law = Law(tokenizer, {END_ID}, from_tokenizer(tokenizer, n_vocab=272))
+    law = Law(make_random_model(tmp_path, "qwen3"), {END_ID})
     params = {"max_new_tokens": 8, "stop": ["abc"], "ignore_eos": True}
 
     def look(ids: bytes = b"zabc", text: str = "z", logprobs: bytes | None = None) -> list[str]:

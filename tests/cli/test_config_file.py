@@ -146,16 +146,14 @@ def test_a_missing_file_and_one_of_another_format(tmp_path: Path, name: str, why
     assert why in result.output
 
 
-def test_help_all_has_upstreams_flags_under_its_headings() -> None:
+def test_help_all_has_upstreams_flags() -> None:
     """The flags of upstream's HTTP server are the command's own. Flags that a pool refuses are
     not shown."""
     shown = CliRunner().invoke(app, ["serve", "--help-all"]).output
     assert "--drain-timeout" in shown
-    upstream = shown[shown.index("Model and tokenizer:") :]
-    kernels = upstream.index("Kernel backend:")
-    memory = upstream.index("Memory and scheduling:")
-    assert memory < upstream.index("--chunked-prefill-size") < kernels
-    assert kernels < upstream.index("--attention-backend")
+    upstream = shown[shown.index("\noptions:") :]
+    for flag in ("--chunked-prefill-size", "--attention-backend"):
+        assert f"\n  {flag}" in upstream
     for flag in ("--host", "--dp-size", "--speculative-", "--lora-paths"):
         assert f"\n  {flag}" not in upstream
     assert "--help-all" in CliRunner().invoke(app, ["serve", "--help"]).output
