@@ -44,6 +44,7 @@ from patches import (
     top_p_order,
     unused_sockets,
     v4_block_sizes,
+    zero_penalty_cache,
 )
 from patches._patch import Patch, PatchError, is_applied
 from patches._table import table
@@ -65,6 +66,7 @@ ALL: tuple[Patch, ...] = (
     import_side_effects.PATCH,
     signal_handlers.PATCH,
     compile_cache.PATCH,
+    zero_penalty_cache.PATCH,
     request_seed.PATCH,
     seeded_sampler.PATCH,
     top_p_order.PATCH,

@@ -35,7 +35,7 @@ def main() -> None:
     printed = told(python, "-c", FIRST_EXAMPLE).splitlines()
     expect([line.split()[0] for line in printed[:2]] == ["19", "34"], printed)
     expect(Path(printed[2]).is_relative_to(BIN.parent), printed[2])
-    expect("seeded_sampler" in told(python, "-m", "patches"), "no table of patches")
+    expect("zero_penalty_cache" in told(python, "-m", "patches"), "no table of patches")
     expect("jax" in json.loads(told(enginepool, "doctor", "--json")), "doctor")
     expect("Closed:" in told(python, "-m", "enginepool.cli", "demo"), "the demo did not end")
     expect("19" in told(enginepool, "generate", "12+7=", "--devices", "1"), "generate")

@@ -128,20 +128,20 @@ class _Inbox:
 class Upstream:
     """One real Scheduler on one device; `run` executes its loop until all requests finished."""
 
-    def __init__(self, checkpoint: Path, **changes):
+    def __init__(self, checkpoint: Path, device_index: int = 0, **changes):
         import jax
         from jax.sharding import AxisType, Mesh
 
         from patches._lookup import module
 
-        device = jax.devices()[0]
+        device = jax.devices()[device_index]
         mesh = Mesh(
             np.array([device]).reshape(1, 1),
             ("data", "tensor"),
             axis_types=(AxisType.Explicit,) * 2,
         )
         self.inbox = _Inbox()
-        args = server_args(checkpoint, device_indexes=[0], **changes)
+        args = server_args(checkpoint, device_indexes=[device_index], **changes)
 
         class Scheduler(module("sgl_jax.srt.managers.scheduler").Scheduler):
             def watchdog_thread(self):
