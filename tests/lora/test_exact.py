@@ -224,3 +224,20 @@ def test_a_record_is_replayed(adapted: EnginePool, world: World) -> None:
     again = rl.replay(adapted, results, PROMPTS, params, version=version)
     assert again.same
     assert again.tokens == TOKENS * len(PROMPTS)
+
+
+def test_a_record_of_two_versions_of_an_adapter(adapted: EnginePool, world: World) -> None:
+    """The tokens of the version that the pool has are replayed. Those before them are fed in."""
+    params = {"temperature": 1.0, "sampling_seed": 7, "ignore_eos": True, "max_new_tokens": 20}
+    asked: dict[str, Any] = {"input_ids": PROMPTS, "lora_path": "x", "return_logprob": True}
+    results = None
+    for version, folder in ((1, "a"), (2, "b")):
+        adapted.load_lora_adapter("x", world.folders[folder], weight_version=version)
+        params["max_new_tokens"] = 20 * version
+        results = adapted.generate_all(None, params, partial_outputs=results, **asked)
+    assert results is not None
+    spans = [result["meta_info"]["lora_versions"] for result in results]
+    assert spans == [[[0, 20, 1], [20, 40, 2]]] * len(PROMPTS)
+    again = rl.replay(adapted, results, PROMPTS, params, version=0)
+    assert again.same
+    assert again.tokens == 20 * len(PROMPTS)
