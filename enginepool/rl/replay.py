@@ -180,7 +180,7 @@ def _spans(
 ) -> list[tuple[int, int]]:
     """The [first token, end] of the tokens that these weights and adapters have sampled."""
     spans = [(start, end) for start, end, label in meta["weight_versions"] if label == version]
-    if (adapter := adapters.get(meta.get("lora_path"))) is None:
+    if (adapter := adapters.get(meta.get("lora_path") or "")) is None:
         return spans
     newest = adapter["weight_version"]
     of_adapter = [(start, end) for start, end, label in meta["lora_versions"] if label == newest]

@@ -212,7 +212,7 @@ def test_a_time_limit_before_the_first_token(hosts: RayEnginePool, alone: Engine
         with paused(pool):  # type: ignore[arg-type]
             (result,) = pool.generate_all(["1+1="], GREEDY, **options)
         metas.append(result["meta_info"])
-        assert 0.1 <= metas[-1]["e2e_latency"] < SECONDS
+        assert 0 < metas[-1]["e2e_latency"] < SECONDS
     for name in ("id", "weight_version", "e2e_latency", "sampling_seed"):
         assert type(metas[0].pop(name)) is type(metas[1].pop(name))
     assert metas[0].pop("host_index") is None
@@ -428,10 +428,10 @@ def test_an_iterator_whose_adapter_is_unloaded_before_it_starts(adapted: Any) ->
     iterators = [hosts.stream("1+1=", GREEDY, lora_path="x") for _ in range(2)]
     hosts.unload_lora_adapter("x")
     with pytest.raises(InvalidRequest, match="lora_path='x': unloaded since the call was made"):
-        next(iterators[0])
+        list(iterators[0])
     hosts.load_lora_adapter("x", arrays[1], config_dict=config(4))
     with pytest.raises(InvalidRequest, match="lora_path='x': unloaded since the call was made"):
-        next(iterators[1])
+        list(iterators[1])
 
 
 def test_an_adapter_that_does_not_fit(adapted: Any) -> None:
