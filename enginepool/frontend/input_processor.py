@@ -193,7 +193,7 @@ class InputProcessor:
                     self._default_sampling() if one is None else self._make(one, scored=scored)
                 ]
             except InvalidRequest as error:
-                raise InvalidRequest(str(error), prompt_index=index) from None
+                raise type(error)(str(error), prompt_index=index) from None
         return made
 
     def _default_sampling(self) -> PromptSampling:
@@ -202,6 +202,13 @@ class InputProcessor:
             return self._make(self._defaults.params, explicit=False)
         except InvalidRequest as error:
             raise self._defaults.refusal(error) from None
+
+    def default_params(self, request: Request) -> dict[str, Any]:
+        """The parameters of a request whose call gave none, as a call gives them."""
+        assert request.sampling is not None
+        most, least = request.sampling.max_new_tokens, request.sampling.min_new_tokens
+        fitting = {"max_new_tokens": most, "min_new_tokens": min(least, most)}
+        return {**self._defaults.params, **fitting}
 
     def _make(self, params: Any, *, explicit: bool = True, scored: bool = False) -> PromptSampling:
         params = from_upstream(params) if is_upstreams(params) else params

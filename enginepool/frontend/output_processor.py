@@ -39,6 +39,11 @@ def make_result(request: Request, tokenizer: Tokenizer) -> dict[str, Any]:
     return _as_dict(request, text, list(request.output_ids), request.logprobs, final=True)
 
 
+def empty_meta(request: Request) -> dict[str, Any]:
+    """The `meta_info` of a request that has no token. Nothing has ended it yet."""
+    return _as_dict(request, "", [], [], final=True)["meta_info"]
+
+
 def make_chunk(chunk: Chunk, tokenizer: Tokenizer) -> dict[str, Any]:
     """The output of a streamed request so far. Its last chunk equals its result.
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any, Unpack
 
 from enginepool.dispatch.request import Call
 from enginepool.dispatch.wait import async_chunks, chunks, submitted
 from enginepool.frontend.call_options import CallOptions, Params, Prompts, check_options
 from enginepool.frontend.cancellation import in_thread
-from enginepool.frontend.output_processor import make_chunk, make_result, raise_failure
+from enginepool.frontend.output_processor import (
+    empty_meta,
+    make_chunk,
+    make_result,
+    raise_failure,
+)
 from enginepool.frontend.progress_bar import show_progress
 from enginepool.pool.calls import CallGroup, async_run_call, run_call, single
 from enginepool.runtime.runtime import Runtime
@@ -176,6 +181,27 @@ class GenerateCalls(CallGroup):
             async for chunk in async_chunks(dispatch, call, checked.get("timeout")):
                 yield make_chunk(chunk, runtime.input_processor.tokenizer)
         raise_failure(call, runtime.input_processor.tokenizer)
+
+    def _prepared(
+        self, prompts: Prompts, sampling_params: Any, options: Mapping[str, Any]
+    ) -> list[tuple[list[int], Mapping[str, Any], dict[str, Any]]]:
+        """Check a call, and start nothing. For `RayEnginePool`, which starts each output by itself.
+
+        Returns:
+            For each output: the ids of its prompt, its sampling parameters, and the `meta_info` of
+            a result without tokens.
+        """
+        runtime = self.runtime
+        checked = check_options("as_completed", options)
+        call = _make_call(runtime, prompts, sampling_params, checked)
+        several = isinstance(sampling_params, list | tuple)
+        place, prepared = -1, []
+        for request in call.requests:
+            place += request.sample_index == 0
+            own = sampling_params[place] if several else sampling_params
+            params = runtime.input_processor.default_params(request) if own is None else own
+            prepared.append((request.input_ids, params, empty_meta(request)))
+        return prepared
 
 
 def _make_call(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from enginepool import PoolClosed, PoolFailed, RequestsFailed
-from enginepool.ray.wire import Attempt
+from enginepool.ray.wire import Attempt, Prepared
 
 # Prompts that share this many first tokens stay together.
 _SHARED = 64
@@ -24,6 +25,7 @@ class Output:
     Attributes:
         position: Its position in the results of its call.
         options: The options of an `Attempt`, without the tokens so far.
+        meta: The `meta_info` of its result if it ends without a token.
         latest: The output so far, as a result. In the end it is the result.
         lost_on: The lost host that was running it. None as soon as it has a new token.
     """
@@ -31,10 +33,9 @@ class Output:
     call: RayCall
     position: int
     input_ids: list[int]
-    sampling_params: Mapping[str, Any] | None
+    sampling_params: Mapping[str, Any]
     options: Mapping[str, Any]
-    prompt_index: int
-    sample_index: int
+    meta: Mapping[str, Any]
     group: Hashable
     latest: dict[str, Any] | None = None
     done: bool = False
@@ -52,12 +53,10 @@ class Output:
     def attempt(self, key: int) -> Attempt:
         """The next attempt, which continues the output so far."""
         params, options = self.sampling_params, self.options
-        if params is not None and self.suspect:
+        if self.suspect:
             params = {**params, "stream_interval": 1}  # its next token proves it harmless
-        if self.latest is not None and self.tokens:
+        if self.tokens:
             options = {**options, "partial_outputs": [self.latest]}
-            if params is not None:  # its random stream goes on, too
-                params = {**params, "sampling_seed": self.latest["meta_info"]["sampling_seed"]}
         return Attempt(key, self.input_ids, params, options)
 
     def gain(self, chunk: dict[str, Any]) -> None:
@@ -83,97 +82,55 @@ class Output:
         """End the output with the tokens so far."""
         result = self.latest or {"text": "", "output_ids": [], "meta_info": {}}
         reason = {"type": "abort", "message": message, "err_type": err_type}
-        meta = self._without_tokens() | result["meta_info"] | {"finish_reason": reason}
+        meta = {**self.meta, **result["meta_info"], "finish_reason": reason}
         self.call.finish(self, result | {"meta_info": meta})
-
-    def _without_tokens(self) -> dict[str, Any]:
-        """The `meta_info` of an output that no host has begun."""
-        asked = self.options.get
-        meta: dict[str, Any] = {
-            "id": "",
-            "prompt_tokens": len(self.input_ids),
-            "completion_tokens": 0,
-            "cached_tokens": 0,
-            "host_index": None,
-            "engine_index": None,
-            "prompt_index": self.prompt_index,
-            "sample_index": self.sample_index,
-            "weight_version": self.call.weight_version,
-            "weight_versions": [],
-            "prompt_weight_versions": [],
-        }
-        if (adapter := asked("lora_path")) is not None:
-            meta |= {"lora_path": adapter, "lora_versions": []}
-        if asked("return_logprob") or asked("top_logprobs_num"):
-            meta["output_token_logprobs"] = []
-        if asked("top_logprobs_num"):
-            meta["output_top_logprobs"] = []
-        if asked("return_sampling_mask"):
-            meta["output_sampling_mask"] = {"indptr": [0], "ids": [], "too_many": []}
-            meta["output_token_sampling_logprobs"] = []
-        if asked("return_routed_experts"):
-            meta["routed_experts"] = ""
-        if asked("return_prompt_logprob"):
-            meta |= {
-                "logprob_start_len": asked("logprob_start_len") or 0,
-                "input_token_logprobs": [],
-                "input_logprobs_weight_version": None,
-            }
-            meta |= {"input_top_logprobs": []} if asked("top_logprobs_num") else {}
-        return meta
 
 
 class RayCall:
-    """The outputs of one call. The fleet's thread calls `finish`, `show` and `fail`."""
+    """The outputs of one call. The fleet's thread calls `finish`, `show` and `fail`.
 
-    def __init__(self, *, every: bool, weight_version: int | str = 0) -> None:
+    Attributes:
+        lines: `Fleet.lines` of its adapters, when it was made.
+    """
+
+    def __init__(
+        self,
+        prepared: Sequence[Prepared],
+        options: Mapping[str, Any],
+        *,
+        every: bool,
+        lines: Mapping[str, int] | None = None,
+    ) -> None:
         """
         Args:
+            options: The options of all its prompts, as `EnginePool.stream` takes them.
             every: Whether its caller wants the tokens of unfinished outputs.
-            weight_version: The version when the call was made. Outputs without a token report it,
-                as in a pool.
         """
-        self.weight_version = weight_version
-        self.outputs: list[Output] = []
+        self.lines = lines or {}
         self.failure: Exception | None = None
         self.last_hosts: dict[Hashable, int] = {}
         self.done = threading.Event()
         self.news: queue.SimpleQueue[Output | None] = queue.SimpleQueue()
         self._every = every
-        self._remaining = 0
-
-    def fill(
-        self,
-        checked: Sequence[tuple[list[int], int]],
-        sampling_params: Any,
-        options: Mapping[str, Any],
-        indices: Sequence[int] | None,
-    ) -> None:
-        """Make the outputs, n for each prompt.
-
-        Args:
-            checked: Each prompt's ids and how many samples are wanted.
-        """
-        starts = options.get("logprob_start_len")
-        for place, (ids, count) in enumerate(checked):
-            index = place if indices is None else indices[place]
-            params = sampling_params
-            if not (params is None or isinstance(params, Mapping)):
-                params = params[place]
-            if params is not None:
-                interval = params.get("stream_interval") or (1 if self._every else _REPORT_EVERY)
-                params = {**params, "n": 1, "stream_interval": interval}
-            group = hash(tuple(ids[:_SHARED])) if len(ids) >= _SHARED else (id(self), place)
-            own = dict(options)
-            if not isinstance(options.get("lora_path"), str | None):
-                own["lora_path"] = options["lora_path"][place]
-            if starts is not None and not isinstance(starts, int):
-                own["logprob_start_len"] = starts[place]
-            for sample in range(count):
-                own = {**own, "prompt_indices": [index], "sample_indices": [sample]}
-                position = len(self.outputs)
-                self.outputs.append(Output(self, position, ids, params, own, index, sample, group))
+        self._made_at = time.perf_counter()
+        self.outputs = [
+            self._output(position, one, options) for position, one in enumerate(prepared)
+        ]
         self._remaining = len(self.outputs)
+
+    def _output(self, position: int, one: Prepared, options: Mapping[str, Any]) -> Output:
+        ids, params, meta = one.input_ids, one.sampling_params, one.meta
+        interval = params.get("stream_interval") or (1 if self._every else _REPORT_EVERY)
+        # With a seed, a host that continues the output goes on with its random stream.
+        seed = meta["sampling_seed"]
+        params = {**params, "n": 1, "sampling_seed": seed, "stream_interval": interval}
+        own = {name: meta[name] for name in ("lora_path", "logprob_start_len") if name in meta}
+        own |= {"prompt_indices": [meta["prompt_index"]], "sample_indices": [meta["sample_index"]]}
+        group = (id(self), meta["prompt_index"])
+        if len(ids) >= _SHARED:
+            group = hash(tuple(ids[:_SHARED]))
+        meta = {**meta, "host_index": None}
+        return Output(self, position, ids, params, {**options, **own}, meta, group)
 
     def show(self, output: Output) -> None:
         if self._every:
@@ -182,6 +139,8 @@ class RayCall:
     def finish(self, output: Output, result: dict[str, Any]) -> None:
         if output.done:
             return
+        # Its host knows only how long it ran there.
+        result["meta_info"]["e2e_latency"] = time.perf_counter() - self._made_at
         output.latest, output.done = result, True
         self._remaining -= 1
         self.news.put(output)

@@ -2,7 +2,7 @@
 
 A host's credit is the number of outputs that it may still be given. In all it may have a quarter
 more than it can run, so it never waits for the driver. An output that ends returns its credit at
-once. If credits returned several at a time, this would be worse than a fixed share for each host.
+once: hosts whose credits returned several at a time would be less busy than with fixed shares.
 """
 
 from __future__ import annotations

@@ -7,25 +7,31 @@ hosts that do not have the current weights.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from typing import Any
 
 import ray  # pyright: ignore[reportMissingImports]
-from ray.exceptions import RayTaskError  # pyright: ignore[reportMissingImports]
+from ray.exceptions import RayError, RayTaskError  # pyright: ignore[reportMissingImports]
 
 from enginepool import EnginePoolError, InvalidRequest, PoolClosed, PoolFailed
 from enginepool.ray.call import RayCall
 from enginepool.ray.link import HostLink, HostLost
 from enginepool.ray.output_router import OutputRouter
-from enginepool.ray.wire import News, Weights
+from enginepool.ray.wire import News, Prepared, Weights
 from enginepool.ray.work_loop import WorkLoop
 
 _logger = logging.getLogger("enginepool.ray")
 # How often in a row a host may fail to start before it stays out.
 _ATTEMPTS = 3
 _BACKOFF = 1.0
+# The options of a call that its outputs have in common.
+OF_ALL = (
+    *("return_logprob", "top_logprobs_num", "return_prompt_logprob"),
+    *("return_sampling_mask", "return_routed_experts"),
+)
 
 
 class Fleet(WorkLoop):
@@ -36,7 +42,8 @@ class Fleet(WorkLoop):
         undone: The numbers of failed updates. A host may still have one of them.
         updates: The updates that a host gets when it comes back, in order: the last full update of
             the base and all later ones, and the last update of each adapter.
-        unloaded: The adapters among `updates` that outputs still need, and no new call may name.
+        lines: The adapters that calls may name, each with the number of its first update since it
+            was last unloaded. `updates` may have others, which outputs still need.
         changing: Held while hosts get other weights, or are paused.
         paused: Whether hosts should be paused.
     """
@@ -49,7 +56,7 @@ class Fleet(WorkLoop):
         self.undone: set[int] = set()
         self.weight_version: int | str = 0
         self.updates: list[Weights] = []
-        self.unloaded: set[str] = set()
+        self.lines: dict[str, int] = {}
         self.paused = False
         self.changing = asyncio.Lock()
 
@@ -89,8 +96,9 @@ class Fleet(WorkLoop):
             kept = [one.lora_name for one in self.updates if one.lora_name is not None]
             await host.ask("caught_up", self.number, kept, watched=True)
             host.number = self.number
-            if self.paused:
-                await host.ask("pause", "retract", watched=True)
+            # A process that Ray has not restarted may have missed the end of a pause.
+            steer = ("pause", "retract") if self.paused else ("go_on",)
+            await host.ask(*steer, watched=True)
             host.state, host.reason = "serving", None
 
     async def _keep(self, host: HostLink) -> None:
@@ -103,7 +111,9 @@ class Fleet(WorkLoop):
                 self.router.pump()
                 attempts = 0
                 await self._listen(host)
-            except (HostLost, EnginePoolError) as error:
+            except Exception as error:
+                if not isinstance(error, HostLost | EnginePoolError):
+                    _logger.exception("host %s: an unexpected error", host.index)
                 self._lost(host, error)
                 attempts += not (isinstance(error, HostLost) and error.returns)
             if attempts > _ATTEMPTS:
@@ -127,13 +137,17 @@ class Fleet(WorkLoop):
             host.state, host.reason = "lost", str(error)
         _logger.warning("host %s is lost: %s", host.index, host.reason)
         if isinstance(error, HostLost) and error.end:
-            ray.kill(host.actor, no_restart=False)
+            self._kill(host)
         self.router.move(host, blamed=not ended_by_us)
 
     def end(self, host: HostLink, why: str) -> None:
         """End a host's process. `_listen` notices, and `_keep` starts it again."""
         host.state, host.reason = "lost", why
-        ray.kill(host.actor, no_restart=False)
+        self._kill(host)
+
+    def _kill(self, host: HostLink) -> None:
+        with contextlib.suppress(RayError):  # the caller has shut down Ray
+            ray.kill(host.actor, no_restart=False)
 
     def _failed(self, host: HostLink) -> None:
         host.state = "failed"
@@ -162,7 +176,7 @@ class Fleet(WorkLoop):
     def adapters(self) -> dict[str, Weights]:
         """The last update of each adapter that calls may name."""
         named = {one.lora_name: one for one in self.updates if one.lora_name is not None}
-        return {name: one for name, one in named.items() if name not in self.unloaded}
+        return {name: one for name, one in named.items() if name in self.lines}
 
     def updated(self, weights: Weights) -> None:
         """Remember that hosts have this update."""
@@ -170,53 +184,60 @@ class Fleet(WorkLoop):
         if weights.lora_name is None:
             self.weight_version = weights.weight_version
         else:
-            self.unloaded.discard(weights.lora_name)
+            self.lines.setdefault(weights.lora_name, weights.number)
         self.updates = [old for old in self.updates if not weights.replaces(old)] + [weights]
 
     async def unload(self, name: str) -> None:
         """Let no new call name an adapter. Hosts forget it once no output needs it."""
         async with self.changing:
-            self._check_adapters([name], "lora_name")
-            self.unloaded.add(name)
+            self._check_adapter(name, "lora_name")
+            del self.lines[name]
         self._spawn(self._unload_unused(name))
 
     async def _unload_unused(self, name: str) -> None:
         while self.router.uses(name):
             await asyncio.sleep(_BACKOFF)
         async with self.changing:
-            if name in self.unloaded:  # it was not loaded again
-                self.unloaded.discard(name)
+            if name not in self.lines:  # it was not loaded again
                 self.updates = [one for one in self.updates if one.lora_name != name]
                 await self.on_all("unload", name)
 
-    def _check_adapters(self, names: Iterable[Any], argument: str = "lora_path") -> None:
-        for name in names:
-            if name is not None and name not in self.adapters:
-                loaded = ", ".join(self.adapters) or "none"
-                raise InvalidRequest(
-                    f"{argument}={name!r}: no such adapter; loaded: {loaded}; load_lora_adapter "
-                    "loads one"
-                )
+    def _check_adapter(self, name: Any, argument: str) -> None:
+        if not isinstance(name, str) or name not in self.lines:
+            loaded = ", ".join(self.lines) or "none"
+            raise InvalidRequest(
+                f"{argument}={name!r}: no such adapter; loaded: {loaded}; load_lora_adapter loads "
+                "one"
+            )
 
     # Calls to hosts
 
-    async def check(self, prompts: Any, sampling_params: Any, options: Any) -> Any:
-        """`Host.check`, on any host that serves. Waits for one, at most the call's `timeout`."""
+    async def make_call(
+        self, prompts: Any, sampling_params: Any, options: Mapping[str, Any], *, every: bool
+    ) -> RayCall:
+        """A call that a host has checked. Waits for one that serves, at most the call's `timeout`.
+
+        Raises:
+            InvalidRequest: As the call itself would.
+        """
         timeout = options.get("timeout")
         valid = isinstance(timeout, int | float) and timeout > 0  # otherwise the host refuses it
         try:
             async with asyncio.timeout(timeout if valid else None):
-                checked = await self._checked(prompts, sampling_params, options)
+                prepared = await self._checked(prompts, sampling_params, options)
         except TimeoutError:
             raise PoolFailed(
                 f"no host has answered within timeout={timeout} seconds; nothing has started, try "
                 "again"
             ) from None
-        names = options.get("lora_path")
-        self._check_adapters([names] if isinstance(names, str) else names or ())
-        return checked
+        lines = {}
+        for name in {one.meta["lora_path"] for one in prepared if "lora_path" in one.meta}:
+            self._check_adapter(name, "lora_path")
+            lines[name] = self.lines[name]
+        kept = {name: one for name, one in options.items() if name in OF_ALL and one is not None}
+        return RayCall(prepared, kept, every=every, lines=lines)
 
-    async def _checked(self, *args: Any) -> Any:
+    async def _checked(self, *args: Any) -> list[Prepared]:
         while True:
             for host in self.serving():
                 try:
@@ -230,8 +251,11 @@ class Fleet(WorkLoop):
             await asyncio.sleep(0.1)
 
     def submit(self, call: RayCall) -> None:
+        gone = [name for name, line in call.lines.items() if self.lines.get(name) != line]
         if self.closed or self._none_left():
             call.fail(self.failure())
+        elif gone:
+            call.fail(InvalidRequest(f"lora_path={gone[0]!r}: unloaded since the call was made"))
         else:
             self.router.submit(call)
 

@@ -13,12 +13,11 @@ import anyio.to_thread
 
 from enginepool import InvalidRequest, PoolClosed
 from enginepool.ray.call import Output, RayCall
-from enginepool.ray.fleet import FleetCalls
+from enginepool.ray.fleet import OF_ALL, FleetCalls
 
 _OPTIONS = (
-    *("input_ids", "return_logprob", "top_logprobs_num", "return_prompt_logprob"),
-    *("logprob_start_len", "timeout", "prompt_indices", "return_sampling_mask"),
-    *("return_routed_experts", "lora_path"),
+    *("input_ids", "add_special_tokens", *OF_ALL, "logprob_start_len"),
+    *("prompt_indices", "lora_path", "timeout"),
 )
 
 # An output, and its result so far.
@@ -134,15 +133,8 @@ class RayGenerateCalls(FleetCalls):
                     f"sampling_params: expected a dict, or one per prompt, got {type(one).__name__}"
                 )
         fleet = self.fleet
-        checked = fleet.run(fleet.check(prompts, sampling_params, options))
-        call = RayCall(every=every, weight_version=fleet.weight_version)
-        kept = {
-            name: value
-            for name, value in options.items()
-            if name not in ("input_ids", "timeout", "prompt_indices") and value is not None
-        }
-        indices, timeout = options.get("prompt_indices"), options.get("timeout")
-        call.fill(checked, sampling_params, kept, None if indices is None else list(indices))
+        call = fleet.run(fleet.make_call(prompts, sampling_params, options, every=every))
+        timeout = options.get("timeout")
         return call, None if timeout is None else float(timeout)
 
     async def _async_make_call(

@@ -15,12 +15,13 @@ from enginepool import (
     EnginePool,
     EnginePoolError,
     PoolClosed,
+    QueueFull,
     StagedAdapter,
     StagedWeights,
     StaleWeights,
     SwapReport,
 )
-from enginepool.ray.wire import Attempt, ErrorReply, News, unpack_tree
+from enginepool.ray.wire import Attempt, ErrorReply, News, Prepared, unpack_tree
 
 # How long `poll` waits for an event.
 _PATIENCE = 1.0
@@ -91,28 +92,15 @@ class Host:
     @_answering
     async def check(
         self, prompts: Any, sampling_params: Any, options: Mapping[str, Any]
-    ) -> list[tuple[list[int], int]]:
-        """Each prompt's token ids, and the number of its samples. Nothing starts.
+    ) -> list[Prepared]:
+        """The outputs of a call. Nothing starts.
 
         Raises:
             InvalidRequest: As the call itself would.
         """
         pool = self._open()
-        asked: Any = {name: one for name, one in options.items() if name != "prompt_indices"}
-        call = await asyncio.to_thread(
-            pool.runtime.input_processor.make_call, prompts, sampling_params, asked
-        )
-        counts: dict[int, list[Any]] = {}
-        for request in call.requests:
-            counts.setdefault(request.prompt_index, [request.input_ids, 0])[1] += 1
-        # A call of as many prompts checks the other options.
-        pool.as_completed(
-            input_ids=[[0]] * len(counts),
-            sampling_params={"max_new_tokens": 1},
-            prompt_indices=options.get("prompt_indices"),
-            timeout=options.get("timeout"),
-        )
-        return [(ids, count) for ids, count in counts.values()]
+        made = await asyncio.to_thread(pool._prepared, prompts, sampling_params, options)
+        return [Prepared(*one) for one in made]
 
     async def submit(self, attempts: Sequence[Attempt], number: int) -> bool:
         """Begin these attempts. False if the host does not have this update of weights yet."""
@@ -153,6 +141,21 @@ class Host:
         return self._told
 
     async def _run(self, attempt: Attempt) -> None:
+        """Run an attempt to its end."""
+        key = attempt.key
+        try:
+            while not await self._ran(attempt):
+                await asyncio.sleep(_PATIENCE)
+        except EnginePoolError as error:
+            self._news.failed.append((key, error))
+        except Exception as error:  # other outputs continue; the driver gets the error
+            why = f"host {self._index}: {type(error).__name__}: {error}"
+            self._news.failed.append((key, EnginePoolError(why)))
+        self._is_news.set()
+
+    async def _ran(self, attempt: Attempt) -> bool:
+        """Run an attempt. False if it has to wait, because the attempts of a call may have more
+        grammars than a pool compiles at a time."""
         key = attempt.key
         try:
             stream = self._open().async_stream(
@@ -170,12 +173,9 @@ class Host:
                     news.progress.pop(key, None)
                     news.finished.append((key, chunk))
                 self._is_news.set()
-        except EnginePoolError as error:
-            self._news.failed.append((key, error))
-        except Exception as error:  # other outputs continue; the driver gets the error
-            why = f"host {self._index}: {type(error).__name__}: {error}"
-            self._news.failed.append((key, EnginePoolError(why)))
-        self._is_news.set()
+        except QueueFull:
+            return False
+        return True
 
     # Weights
 

@@ -110,7 +110,12 @@ class RaySteeringCalls(FleetCalls):
             EnginesDiffer: Hosts have different weights.
         """
         fleet = self.fleet
-        sums = _raise_first(fleet.run(fleet.on_all("checksum")))
+
+        async def at_rest() -> dict[int, Any]:
+            async with fleet.changing:  # not while some hosts have an update and others have not
+                return await fleet.on_all("checksum")
+
+        sums = _raise_first(fleet.run(at_rest()))
         if not sums:
             raise fleet.failure()
         if len(set(sums.values())) > 1:

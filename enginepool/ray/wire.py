@@ -10,6 +10,20 @@ import numpy as np
 
 
 @dataclass(frozen=True)
+class Prepared:
+    """One output of a call that a host has checked.
+
+    Attributes:
+        sampling_params: Those of the call. If it gave none, the checkpoint's.
+        meta: The `meta_info` of its result if it ends without a token.
+    """
+
+    input_ids: list[int]
+    sampling_params: Mapping[str, Any]
+    meta: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
 class Attempt:
     """One output that is begun or continued.
 
@@ -20,7 +34,7 @@ class Attempt:
 
     key: int
     input_ids: list[int]
-    sampling_params: Mapping[str, Any] | None
+    sampling_params: Mapping[str, Any]
     options: Mapping[str, Any]
 
 
@@ -97,23 +111,33 @@ class Packed:
     dtype: str
 
 
-def packed(array: Any) -> Packed:
-    host = np.asarray(array, order="C")  # ascontiguousarray would add an axis to a scalar
+def packed(leaf: Any) -> Any:
+    """A NumPy or JAX array of numbers as `Packed`. A host gets all else as it is, and takes or
+    refuses it: torch tensors, masked arrays, words."""
+    import jax
+
+    if isinstance(leaf, np.ma.MaskedArray) or not isinstance(leaf, np.ndarray | jax.Array):
+        return leaf
+    host = np.asarray(leaf, order="C")  # ascontiguousarray would add an axis to a scalar
+    if host.dtype.kind not in "fiubV":
+        return leaf
     if host.dtype.kind in "fiub":
         return Packed(host, host.dtype.name)
     return Packed(host.view(np.dtype(f"u{host.dtype.itemsize}")), host.dtype.name)
 
 
-def unpacked(packed: Packed) -> np.ndarray:
+def unpacked(leaf: Any) -> Any:
     """The array, read-only where it lies in the object store."""
     import ml_dtypes
 
-    name = packed.dtype
-    return packed.array.view(getattr(ml_dtypes, name, None) or np.dtype(name))
+    if not isinstance(leaf, Packed):
+        return leaf
+    name = leaf.dtype
+    return leaf.array.view(getattr(ml_dtypes, name, None) or np.dtype(name))
 
 
 def pack_tree(source: Any) -> Any:
-    """A caller's tree with a `Packed` in the place of each array."""
+    """A caller's tree, with a `Packed` in the place of each array of numbers."""
     import jax
 
     return jax.tree.map(packed, source)

@@ -54,7 +54,6 @@ def replay(
     sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]],
     *,
     version: int | str,
-    lora_version: int | str | None = None,
 ) -> Replay:
     """Repeat the tokens that were sampled with one version of the weights. The pool must have these
     weights now.
@@ -64,21 +63,20 @@ def replay(
             have them. The results may come from any pool, and from calls without a seed.
         prompts: The ids of that call's prompts, by `prompt_index`.
         sampling_params: The parameters of that call: one dict for all prompts, or one per prompt.
-        version: The version to repeat. Tokens of other versions are fed in and not sampled. Their
-            KV is computed with the weights of `version`. If it came from their own weights (an
-            update with `mode="in_place"`), results may differ.
-        lora_version: The adapters' version to repeat, as `version` is the base's. The pool must
-            have it now, under the adapter's name. None: the tokens of all versions are sampled
-            again, with the version that the pool has.
+        version: The version to repeat. Of an adapter, the version that the pool has now is
+            repeated. Tokens of other versions are fed in and not sampled. Their KV is computed with
+            the weights of `version`. If it came from their own weights (an update with
+            `mode="in_place"`), results may differ.
 
     Raises:
         InvalidRequest: A result was made without `return_logprob`, or `prompts` or
             `sampling_params` has no entry for it.
     """
+    adapters = pool.stats().get("lora_adapters", {})
     parts = [
         _Replayed(index, result, prompts, sampling_params, start, end)
         for index, result in enumerate(results)
-        for start, end in _sampled_with(result["meta_info"], version, lora_version)
+        for start, end in _spans(result["meta_info"], version, adapters)
     ]
     metas = [part.meta for part in parts]
     made = pool.generate_all(
@@ -177,19 +175,16 @@ class _Replayed:
         return [(self._index, place) for place in places if old[place] != new[place]]
 
 
-def _sampled_with(
-    meta: Mapping[str, Any], version: int | str, lora_version: int | str | None
+def _spans(
+    meta: Mapping[str, Any], version: int | str, adapters: Mapping[str, Any]
 ) -> list[tuple[int, int]]:
-    """The spans of tokens that these versions of the base and of the adapter have sampled."""
+    """The [first token, end] of the tokens that these weights and adapters have sampled."""
     spans = [(start, end) for start, end, label in meta["weight_versions"] if label == version]
-    if lora_version is None or meta.get("lora_path") is None:
+    if (adapter := adapters.get(meta.get("lora_path") or "")) is None:
         return spans
-    both = [
-        (max(start, first), min(end, last))
-        for start, end in spans
-        for first, last, label in meta["lora_versions"]
-        if label == lora_version
-    ]
+    newest = adapter["weight_version"]
+    of_adapter = [(start, end) for start, end, label in meta["lora_versions"] if label == newest]
+    both = [(max(a, c), min(b, d)) for a, b in spans for c, d in of_adapter]
     return [(start, end) for start, end in both if start < end]
 
 

@@ -171,7 +171,7 @@ class EnginePoolRollout(BaseRollout):
         self._first_sync()
         prompts, completions = np.asarray(prompt_tokens), np.asarray(completion_tokens)
         values = np.zeros(completions.shape, np.float32)
-        lengths = [_end(row, self.pad_id()) for row in completions]
+        lengths = [_end(row, self.pad_id(), self.eos_id()) for row in completions]
         rows = [row for row, length in enumerate(lengths) if length]
         results: Any = self.pool.score(
             input_ids=[
@@ -289,7 +289,8 @@ def _begin(ids: np.ndarray, pad_id: int) -> int:
     return int(np.argmax(ids != pad_id))
 
 
-def _end(ids: np.ndarray, pad_id: int) -> int:
-    """Where the padding on the right begins."""
+def _end(ids: np.ndarray, pad_id: int, eos_id: int) -> int:
+    """Where the padding on the right begins. If it is of end tokens, the first one counts."""
     real = np.flatnonzero(ids != pad_id)
-    return int(real[-1]) + 1 if len(real) else 0
+    end = int(real[-1]) + 1 if len(real) else 0
+    return min(end + (pad_id == eos_id), len(ids))

@@ -28,6 +28,7 @@ from enginepool import (  # noqa: E402
 )
 from enginepool.ray import RayEnginePool  # noqa: E402
 from enginepool.ray.fleet import Fleet  # noqa: E402
+from enginepool.ray.link import HostLost  # noqa: E402
 from enginepool.toy.files import read_checkpoint  # noqa: E402
 from tests.support.adapters import (  # noqa: E402
     Arrays,
@@ -211,8 +212,10 @@ def test_a_time_limit_before_the_first_token(hosts: RayEnginePool, alone: Engine
         with paused(pool):  # type: ignore[arg-type]
             (result,) = pool.generate_all(["1+1="], GREEDY, **options)
         metas.append(result["meta_info"])
-    metas[0] |= {"id": metas[1]["id"], "weight_version": metas[1]["weight_version"]}
-    del metas[0]["host_index"], metas[1]["e2e_latency"], metas[1]["sampling_seed"]
+        assert 0 < metas[-1]["e2e_latency"] < SECONDS
+    for name in ("id", "weight_version", "e2e_latency", "sampling_seed"):
+        assert type(metas[0].pop(name)) is type(metas[1].pop(name))
+    assert metas[0].pop("host_index") is None
     assert metas[0] == metas[1]
 
 
@@ -285,11 +288,34 @@ def test_new_weights(fresh: RayEnginePool, alone: EnginePool, kind: str) -> None
         alone.update_weights(toy.checkpoint())
 
 
+def test_a_checksum_during_an_update(fresh: RayEnginePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits until all hosts have the update."""
+    on_all, checking = Fleet.on_all, []
+
+    async def one_first(fleet: Fleet, method: str, *args: Any, **options: Any) -> Any:
+        if method != "commit":
+            return await on_all(fleet, method, *args, **options)
+        first, second = options["hosts"]
+        said = await on_all(fleet, method, *args, hosts=[first])
+        checking.append(executor.submit(fresh.checksum))
+        while not (checking[0].done() or fleet.changing._waiters):  # type: ignore[attr-defined]
+            await asyncio.sleep(0.01)
+        return said | await on_all(fleet, method, *args, hosts=[second])
+
+    monkeypatch.setattr(Fleet, "on_all", one_first)
+    with callers(1) as executor:
+        fresh.update_weights(toy.checkpoint("subtract"))
+        assert checking[0].result(SECONDS) == fresh.checksum()
+
+
 def test_one_source_that_does_not_fit(fresh: RayEnginePool) -> None:
     before = fresh.checksum()
     with pytest.raises(InvalidWeights, match="missing") as caught:
         fresh.update_weights({"model.norm.weight": np.zeros(4, np.float32)})
     assert caught.value.names
+    for bad, what in (("x", "not str"), (np.ma.masked_less(np.ones(4), 2), "masked")):
+        with pytest.raises(InvalidWeights, match=f"model.norm.weight: .*{what}"):
+            fresh.update_weights({"model.norm.weight": bad}, strict=False)
     with pytest.raises(InvalidRequest, match="mode="):
         fresh.update_weights(toy.checkpoint(), mode="never")  # type: ignore[arg-type]
     assert fresh.checksum() == before
@@ -395,6 +421,19 @@ def test_adapters(adapted: Any, alone: EnginePool, tmp_path: Path) -> None:
     assert hosts.stats()["weight_version"] == 0
 
 
+def test_an_iterator_whose_adapter_is_unloaded_before_it_starts(adapted: Any) -> None:
+    """It does not run under the next adapter of that name."""
+    hosts, arrays, _ = adapted
+    hosts.load_lora_adapter("x", arrays[0], config_dict=config(4))
+    iterators = [hosts.stream("1+1=", GREEDY, lora_path="x") for _ in range(2)]
+    hosts.unload_lora_adapter("x")
+    with pytest.raises(InvalidRequest, match="lora_path='x': unloaded since the call was made"):
+        list(iterators[0])
+    hosts.load_lora_adapter("x", arrays[1], config_dict=config(4))
+    with pytest.raises(InvalidRequest, match="lora_path='x': unloaded since the call was made"):
+        list(iterators[1])
+
+
 def test_an_adapter_that_does_not_fit(adapted: Any) -> None:
     """No host loads it. The earlier version stays."""
     hosts, arrays, expected = adapted
@@ -467,6 +506,28 @@ def test_pause(hosts: RayEnginePool) -> None:
         assert not call.done()
         hosts.continue_generation()
         assert len(call.result(SECONDS)) == len(PROMPTS)
+
+
+def test_a_host_misses_the_end_of_a_pause(
+    fresh: RayEnginePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver cannot reach it for a while. Its process and its pool stay as they are."""
+    link, back = fresh.fleet.hosts[0], threading.Event()
+    ask = link.ask
+
+    async def cut(method: str, *args: Any, **options: Any) -> Any:
+        if not back.is_set():
+            raise HostLost("the network is cut", returns=True)
+        return await ask(method, *args, **options)
+
+    with paused(fresh):  # type: ignore[arg-type]
+        monkeypatch.setattr(link, "ask", cut)
+        until(lambda: link.state != "serving")
+    back.set()
+    until(lambda: states(fresh) == ["serving"] * 2)
+    results = run(fresh, GREEDY, timeout=SECONDS)
+    assert {r["meta_info"]["finish_reason"]["type"] for r in results} == {"length"}
+    assert {r["meta_info"]["host_index"] for r in results} == {0, 1}
 
 
 def test_a_pause_that_aborts(hosts: RayEnginePool) -> None:

@@ -9,20 +9,15 @@ import pytest
 
 ray = pytest.importorskip("ray")
 
-from enginepool import PoolClosed, PoolFailed  # noqa: E402
+from enginepool import InvalidRequest, PoolClosed, PoolFailed  # noqa: E402
 from enginepool.ray import RayEnginePool  # noqa: E402
-from enginepool.ray.call import RayCall  # noqa: E402
 from enginepool.ray.fleet import Fleet  # noqa: E402
 from enginepool.ray.link import HostLink  # noqa: E402
+from enginepool.ray.wire import Weights  # noqa: E402
 from tests.support.liveness import SECONDS, callers  # noqa: E402
+from tests.support.ray_calls import ray_call  # noqa: E402
 
 CLOSED = PoolClosed("the pool was closed")
-
-
-def make_call() -> RayCall:
-    call = RayCall(every=False)
-    call.fill([([1, 2], 1)], None, {}, None)
-    return call
 
 
 def test_a_closed_fleet_takes_no_work() -> None:
@@ -35,7 +30,7 @@ def test_a_closed_fleet_takes_no_work() -> None:
         with pytest.raises(PoolClosed):
             fleet.run(asyncio.sleep(0))
         with pytest.raises(PoolClosed):
-            fleet.post(fleet.router.submit, make_call())
+            fleet.post(fleet.router.submit, ray_call(1))
 
 
 def test_work_that_comes_while_a_fleet_closes() -> None:
@@ -47,7 +42,7 @@ def test_work_that_comes_while_a_fleet_closes() -> None:
             fleet.run(asyncio.sleep(10 * SECONDS))
 
     def submit(fleet: Fleet, barrier: threading.Barrier) -> None:
-        call = make_call()
+        call = ray_call(1)
         barrier.wait(SECONDS)
         try:
             fleet.post(fleet.router.submit, call)
@@ -103,10 +98,21 @@ def test_a_pool_is_closed_when_its_first_call_has_opened_it(
     assert pool.closed
 
 
+def test_an_adapter_without_a_name_is_not_unloaded() -> None:
+    """None is the base: hosts that come back would not get its weights."""
+    fleet = Fleet([], None)
+    fleet.updated(Weights(1, 1, "path", {"strict": True, "copy": False}))
+    for name in (None, ["x"]):
+        with pytest.raises(InvalidRequest, match="no such adapter"):
+            fleet.run(fleet.unload(name))
+    assert len(fleet.updates) == 1
+    fleet.close(CLOSED)
+    fleet.end_loop()
+
+
 def test_a_slow_reader_of_a_stream_gets_the_end_once() -> None:
     """Reports that it has not read yet count once, with the newest result."""
-    call = RayCall(every=True)
-    call.fill([([1, 2], 1)], None, {}, None)
+    call = ray_call(1, every=True)
     (output,) = call.outputs
     for tokens in (1, 2):
         output.gain({"output_ids": [7] * tokens})
@@ -115,7 +121,7 @@ def test_a_slow_reader_of_a_stream_gets_the_end_once() -> None:
     assert next(news) == (output, {"output_ids": [7, 7]})
     output.gain({"output_ids": [7] * 3})
     call.show(output)
-    end = {"output_ids": [7] * 4}
+    end = {"output_ids": [7] * 4, "meta_info": {}}
     call.finish(output, end)
     assert list(news) == [(output, end)]
 
@@ -151,8 +157,7 @@ def test_more_tasks_than_threads_wait_while_a_pool_closes(starting: RayEnginePoo
 
 def test_the_garbage_collector_closes_an_iterator_anywhere(starting: RayEnginePool) -> None:
     """Also where this thread gives the fleet work."""
-    call = RayCall(every=True)
-    call.fill([([1, 2], 1)], None, {}, None)
+    call = ray_call(1, every=True)
     (output,) = call.outputs
     output.gain({"output_ids": [7], "meta_info": {}})
     call.show(output)

@@ -143,3 +143,18 @@ def test_the_driver_dies(address: str) -> None:
         finally:
             driver.kill()
     until(lambda: all(map(has_ended, actors)))
+
+
+def test_ray_is_shut_down(address: str) -> None:
+    """Calls that wait end. This test is the last one, because nothing can use Ray afterwards."""
+    pool = RayEnginePool(hosts=1, hang_timeout=20.0, **OPTIONS).open()
+    try:
+        with callers(1) as executor:
+            pool.pause_generation()
+            call = executor.submit(run, pool, 1)
+            until(lambda: pool.fleet.hosts[0].running)
+            ray.shutdown()
+            with pytest.raises(PoolFailed, match="host 0: failed"):
+                call.result(SECONDS)
+    finally:
+        pool.close()

@@ -225,6 +225,24 @@ def test_sync(make: Callable[..., Any], family: str) -> None:
     assert assert_scores(rollout) == (completions != PAD_ID).sum()
 
 
+def test_scores_where_end_tokens_are_the_padding(
+    checkpoint: Callable[..., Path], pool_of: Callable[..., EnginePool]
+) -> None:
+    """As in Llama 3. The first end token behind a completion is one of its tokens."""
+    mesh, tokenizer = mesh_of(2), tokenizer_of(checkpoint())
+    tokenizer.pad_token = tokenizer.eos_token
+    end, actor = tokenizer.eos_token_id, load(checkpoint(), "qwen3", mesh)
+    rollout = EnginePoolRollout(actor, tokenizer, mesh, CONFIG, pool=pool_of())
+    completions = np.array([[50, 51, end, end], [50, 51, 52, 53], [end] * 4])
+    prompts = np.array([[end, 40]] * 3)
+    values = rollout.get_per_token_logps(jnp.asarray(prompts), jnp.asarray(completions))
+    wanted = [[50, 51, end], [50, 51, 52, 53], [end]]
+    scores: Any = pool_of().score(input_ids=[[40]] * 3, continuation_ids=wanted)
+    for row, score in zip(values, scores, strict=True):
+        expected = [*score["logprobs"], 0.0, 0.0, 0.0][: len(row)]
+        assert row.tolist() == pytest.approx(expected, abs=1e-5)
+
+
 def test_lora(make: Callable[..., Any], checkpoint: Callable[..., Path]) -> None:
     """Tunix syncs the adapters only. Engines get the weights that adapters and base make."""
     mesh = mesh_of(2)

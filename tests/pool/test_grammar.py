@@ -185,9 +185,10 @@ def test_bad_grammar(pool: EnginePool, params: dict[str, Any], words: list[str])
         assert word in str(caught.value)
     if "give one" not in words and "with regex" not in words[0]:
         assert isinstance(caught.value, InvalidGrammar)
-    with pytest.raises(InvalidRequest) as caught:
+    with pytest.raises(InvalidRequest) as second:
         pool.generate_all(["a", "b"], [{"max_new_tokens": 5}, {"max_new_tokens": 5, **params}])
-    assert caught.value.prompt_index == 1
+    assert second.value.prompt_index == 1
+    assert type(second.value) is type(caught.value)
     (result,) = pool.generate_all(["a"], {"regex": "[xy]{3}"})
     assert re.fullmatch("[xy]{3}", result["text"])
     assert len(pool.events()) == before

@@ -8,29 +8,23 @@ import numpy as np
 import pytest
 
 from enginepool import PoolClosed, PoolFailed, RequestsFailed
-from enginepool.ray.call import Output, RayCall
+from enginepool.ray.call import Output
 from enginepool.ray.wire import News, pack_tree, unpack_tree
-
-
-def call_of(*counts: int, **options: Any) -> RayCall:
-    call = RayCall(every=False)
-    call.fill([([1, 2], count) for count in counts], {"n": 9}, options, None)
-    return call
+from tests.support.ray_calls import ray_call
 
 
 def result(output: Output, ids: list[int], kind: str | None = "length") -> dict[str, Any]:
     reason = None if kind is None else {"type": kind}
-    meta = {"finish_reason": reason, "prompt_index": output.prompt_index, "sampling_seed": 5}
-    return {"text": "", "output_ids": ids, "meta_info": meta}
+    return {"text": "", "output_ids": ids, "meta_info": {**output.meta, "finish_reason": reason}}
 
 
 def test_a_call_is_its_samples_in_order() -> None:
-    call = call_of(2, 1, logprob_start_len=[0, 1])
-    assert [(o.prompt_index, o.sample_index) for o in call.outputs] == [(0, 0), (0, 1), (1, 0)]
+    call = ray_call(2, 1, logprob_start_len=1, lora_path="x")
+    own = {"logprob_start_len": 1, "lora_path": "x"}
     attempt = call.outputs[1].attempt(5)
-    assert attempt.sampling_params is not None
     assert attempt.sampling_params["n"] == 1
-    assert attempt.options == {"prompt_indices": [0], "sample_indices": [1], "logprob_start_len": 0}
+    assert attempt.options == {"prompt_indices": [0], "sample_indices": [1], **own}
+    assert call.outputs[2].options == {"prompt_indices": [1], "sample_indices": [0], **own}
     groups = [output.group for output in call.outputs]
     assert groups[0] == groups[1] != groups[2]
     for output in reversed(call.outputs):
@@ -40,19 +34,19 @@ def test_a_call_is_its_samples_in_order() -> None:
 
 
 def test_an_attempt_continues_with_reported_tokens() -> None:
-    """And with their random stream, so that the seed in the result repeats all of them."""
-    (output,) = call_of(1).outputs
+    """And with its random stream, so that the seed in the result repeats all of them."""
+    (output,) = ray_call(1).outputs
     first = output.attempt(0)
     assert "partial_outputs" not in first.options
     output.latest = result(output, [7, 8], None)
     second = output.attempt(1)
     assert second.options["partial_outputs"] == [output.latest]
-    assert first.sampling_params is not None
-    assert second.sampling_params == {**first.sampling_params, "sampling_seed": 5}
+    assert second.sampling_params == first.sampling_params
+    assert second.sampling_params["sampling_seed"] == 5
 
 
 def test_it_is_not_blamed_while_it_gains_tokens() -> None:
-    (output,) = call_of(1).outputs
+    (output,) = ray_call(1).outputs
     for tokens in range(1, 9):
         assert output.lost_with(tokens % 2)
         assert output.suspect
@@ -61,17 +55,15 @@ def test_it_is_not_blamed_while_it_gains_tokens() -> None:
 
 
 def test_a_suspect_reports_at_once_that_it_continues() -> None:
-    (output,) = call_of(1).outputs
+    (output,) = ray_call(1).outputs
     first = output.attempt(0).sampling_params
     output.lost_with(0)
     again = output.attempt(1).sampling_params
-    assert first is not None
-    assert again is not None
     assert first["stream_interval"] > again["stream_interval"] == 1
 
 
 def test_calls_that_fail_together_have_their_own_results() -> None:
-    error, calls = PoolClosed("the pool was closed"), [call_of(1), call_of(2)]
+    error, calls = PoolClosed("the pool was closed"), [ray_call(1), ray_call(2)]
     for call in calls:
         call.fail(error)
     caught = []
@@ -83,7 +75,7 @@ def test_calls_that_fail_together_have_their_own_results() -> None:
 
 
 def test_an_output_that_takes_two_hosts_down_is_poison() -> None:
-    (output,) = call_of(1).outputs
+    (output,) = ray_call(1).outputs
     output.gain(result(output, [3], None))
     assert output.lost_with(0)
     output.gain(result(output, [3], None))  # nothing new
@@ -98,7 +90,7 @@ def test_an_output_that_takes_two_hosts_down_is_poison() -> None:
 
 
 def test_a_call_that_fails_has_its_results() -> None:
-    call = call_of(1, 1)
+    call = ray_call(1, 1)
     call.finish(call.outputs[0], result(call.outputs[0], [3]))
     call.fail(PoolFailed("no host is left"))
     assert call.done.is_set()
@@ -117,7 +109,11 @@ def test_news_that_were_not_heard_are_joined() -> None:
     "dtype", [np.float32, np.float16, np.int8, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn]
 )
 def test_arrays_travel_without_a_copy(dtype: Any) -> None:
-    source = {"a": {"b": np.arange(6).reshape(2, 3).astype(dtype)}, "c": [np.ones((), dtype)]}
+    source = {
+        "a": {"b": np.arange(6).reshape(2, 3).astype(dtype)},
+        "c": [np.ones((), dtype)],
+        "d": "no array",
+    }
     buffers: list[pickle.PickleBuffer] = []
     packed = pickle.dumps(pack_tree(source), protocol=5, buffer_callback=buffers.append)
     assert len(buffers) == 2
@@ -125,26 +121,4 @@ def test_arrays_travel_without_a_copy(dtype: Any) -> None:
     assert other["a"]["b"].dtype == dtype
     np.testing.assert_array_equal(other["a"]["b"], source["a"]["b"])
     np.testing.assert_array_equal(other["c"][0], source["c"][0], strict=True)
-
-
-def test_a_result_without_tokens_has_the_fields_of_a_pools() -> None:
-    call = RayCall(every=False, weight_version="new")
-    call.fill([([1, 2], 1)], None, {}, None)
-    call.outputs[0].end("poisoned", "why")
-    (ended,) = call.results()
-    assert ended["output_ids"] == []
-    reason = {"type": "abort", "message": "why", "err_type": "poisoned"}
-    assert ended["meta_info"] == {
-        "id": "",
-        "finish_reason": reason,
-        "prompt_tokens": 2,
-        "completion_tokens": 0,
-        "cached_tokens": 0,
-        "host_index": None,
-        "engine_index": None,
-        "prompt_index": 0,
-        "sample_index": 0,
-        "weight_version": "new",
-        "weight_versions": [],
-        "prompt_weight_versions": [],
-    }
+    assert other["d"] == source["d"]
