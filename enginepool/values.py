@@ -89,9 +89,12 @@ def did_you_mean(
         return ""
     if elsewhere and name in elsewhere:
         return f"; here it is {elsewhere[name]}"
-    near = difflib.get_close_matches(name, known, n=1)
-    if not near and len(name) > 2:  # many names have one or two letters in common
-        near = [each for each in known if name in each]
+    near = difflib.get_close_matches(name, known, n=1) or [
+        each
+        for each in known
+        # Many names have one or two letters in common.
+        if (name in each if len(name) > 2 else each.startswith(f"{name}_"))
+    ]
     return f"; did you mean {form(near[0])}?" if near else ""
 
 

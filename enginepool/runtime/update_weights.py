@@ -42,7 +42,7 @@ class RollingUpdate(Update):
                 raise
             # Engines that serve have the new weights, so there is no way back. The others get them
             # without a drain, for which the user does not want to wait.
-            self.options = replace(self.options, mode="retract")
+            self.options = replace(self.options, mode="retract", strategy="atomic")
             try:
                 for worker in self._late():
                     self._roll_on(worker)
