@@ -65,8 +65,8 @@ class _Phase:
 @dataclass
 class WeightsCondition:
     """The weights of one engine. Written on the engine's thread, with two exceptions. The thread
-    that finds non-finite numbers writes `nonfinite_under` of all engines. If a recovering
-    engine cannot copy its weights to another engine, its thread writes that engine's `missing`.
+    that finds non-finite numbers writes `nonfinite_under` of all engines. A recovered engine also
+    gives its weights to engines that have none. If that fails, its thread writes their `missing`.
 
     Attributes:
         version: The label that tokens of the engine's next step carry.

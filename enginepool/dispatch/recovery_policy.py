@@ -106,9 +106,10 @@ def decide_not_finite(
     "resume" means that this is not known yet, and the request is tried again.
 
     Args:
-        again: Whether it is the second time under these weights.
-        finite_on: When each engine that may run the request last gave finite numbers with the same
-            weights.
+        again: Whether it is the request's second time under these weights, or the weights are
+            already known to be at fault.
+        finite_on: The engines that may run the request and had finite numbers with these weights,
+            each with the latest time.
     """
     if not again:
         return "resume"
@@ -117,5 +118,5 @@ def decide_not_finite(
         return "request"  # other requests got finite numbers there afterwards
     if finite_on.keys() - tried.keys():
         return "resume"
-    # It failed on two engines, or twice on the only one.
+    # It failed on two engines, or twice on the only one, or the weights are known to be at fault.
     return "request" if finite_on else "weights"

@@ -53,13 +53,14 @@ def aborted(message: str, err_type: str) -> dict[str, Any]:
 
 
 def not_finite(version: int | str, adapter: Adapter | None) -> dict[str, Any]:
-    """The finish reason of a request whose log-probabilities were not finite twice."""
+    """The finish reason of a request without finite log-probabilities. It was tried again, or the
+    weights were already known to be at fault."""
     under = f"weight version {version!r}"
     if adapter is not None:
         under += f" and adapter {adapter.name!r} of version {adapter.version!r}"
     return aborted(
-        f"the log-probabilities are not finite numbers with {under}, on a second engine or a "
-        "second time: look at the weights and at the prompt",
+        f"the log-probabilities are not finite numbers with {under}: look at the weights and at "
+        "the prompt",
         "not_finite",
     )
 

@@ -21,8 +21,8 @@ class Candidate:
     """A waiting request as routing sees it.
 
     Attributes:
-        prefix: Equal for requests with the same first `MIN_SHARED_PREFIX` tokens. None for
-            shorter prompts.
+        prefix: Equal for requests with the same first `MIN_SHARED_PREFIX` tokens, `extra_key` and
+            adapter. None for prompts that are not longer than that.
         pinned: Whether only the asking engine may run the request.
         passed_over: How often a later request was taken before it.
     """

@@ -99,7 +99,8 @@ class Jobs:
         Raises:
             StopEngine, EngineBroken: A job ended the loop.
         """
-        self._answer_broken()  # the engine has lost shared weights as well, and goes on without
+        # The engine was broken and had lost shared weights, so it was unloaded, and not closed.
+        self._answer_broken()
         # One at a time: a job may change what others wait for.
         while (job := self._take()) is not None:
             self._run(*job)

@@ -108,7 +108,7 @@ class PinnedScheduler(ScoringBetweenSteps, Scheduler):
         programs = steady_programs(self, channel.max_decode_steps, self.adapters, routing)
         steady_prefill = None if programs is None else programs.prefill
         self.prefill_program: PrefillProgram = steady_prefill or upstream_prefill
-        # The largest batch of a program has no more rows than a prefill has tokens.
+        # A program takes at most `sequences` requests: a row for each token of the largest prefill.
         self.max_running_requests = min(self.max_running_requests, self.prefill_program.sequences)
         self.scorer = Scorer(
             self,

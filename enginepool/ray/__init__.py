@@ -4,7 +4,8 @@
     with RayEnginePool("Qwen/Qwen3-4B", hosts=4, devices_per_host=4) as pool:
         outputs = pool.generate_all(prompts, {"max_new_tokens": 256})
 
-An adapter: it uses the public API only. It needs the extra `ray` when a pool is made.
+An adapter: it uses the public API, and `EnginePool._prepared`. It needs the extra `ray` when a pool
+is made.
 """
 
 from typing import TYPE_CHECKING, Any

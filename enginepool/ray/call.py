@@ -90,7 +90,8 @@ class RayCall:
     """The outputs of one call. The fleet's thread calls `finish`, `show` and `fail`.
 
     Attributes:
-        lines: `Fleet.lines` of its adapters, when it was made.
+        first_updates: By adapter of the call: its entry in `Fleet.first_updates` when the call was
+            made.
     """
 
     def __init__(
@@ -99,14 +100,14 @@ class RayCall:
         options: Mapping[str, Any],
         *,
         every: bool,
-        lines: Mapping[str, int] | None = None,
+        first_updates: Mapping[str, int] | None = None,
     ) -> None:
         """
         Args:
             options: The options of all its prompts, as `EnginePool.stream` takes them.
             every: Whether its caller wants the tokens of unfinished outputs.
         """
-        self.lines = lines or {}
+        self.first_updates = first_updates or {}
         self.failure: Exception | None = None
         self.last_hosts: dict[Hashable, int] = {}
         self.done = threading.Event()

@@ -42,8 +42,8 @@ class Fleet(WorkLoop):
         undone: The numbers of failed updates. A host may still have one of them.
         updates: The updates that a host gets when it comes back, in order: the last full update of
             the base and all later ones, and the last update of each adapter.
-        lines: The adapters that calls may name, each with the number of its first update since it
-            was last unloaded. `updates` may have others, which outputs still need.
+        first_updates: The adapters that calls may name, each with the number of its first update
+            since it was last unloaded. `updates` may have others, which outputs still need.
         changing: Held while hosts get other weights, or are paused.
         paused: Whether hosts should be paused.
     """
@@ -56,7 +56,7 @@ class Fleet(WorkLoop):
         self.undone: set[int] = set()
         self.weight_version: int | str = 0
         self.updates: list[Weights] = []
-        self.lines: dict[str, int] = {}
+        self.first_updates: dict[str, int] = {}
         self.paused = False
         self.changing = asyncio.Lock()
 
@@ -176,7 +176,7 @@ class Fleet(WorkLoop):
     def adapters(self) -> dict[str, Weights]:
         """The last update of each adapter that calls may name."""
         named = {one.lora_name: one for one in self.updates if one.lora_name is not None}
-        return {name: one for name, one in named.items() if name in self.lines}
+        return {name: one for name, one in named.items() if name in self.first_updates}
 
     def updated(self, weights: Weights) -> None:
         """Remember that hosts have this update."""
@@ -184,27 +184,27 @@ class Fleet(WorkLoop):
         if weights.lora_name is None:
             self.weight_version = weights.weight_version
         else:
-            self.lines.setdefault(weights.lora_name, weights.number)
+            self.first_updates.setdefault(weights.lora_name, weights.number)
         self.updates = [old for old in self.updates if not weights.replaces(old)] + [weights]
 
     async def unload(self, name: str) -> None:
         """Let no new call name an adapter. Hosts forget it once no output needs it."""
         async with self.changing:
             self._check_adapter(name, "lora_name")
-            del self.lines[name]
+            del self.first_updates[name]
         self._spawn(self._unload_unused(name))
 
     async def _unload_unused(self, name: str) -> None:
         while self.router.uses(name):
             await asyncio.sleep(_BACKOFF)
         async with self.changing:
-            if name not in self.lines:  # it was not loaded again
+            if name not in self.first_updates:  # it was not loaded again
                 self.updates = [one for one in self.updates if one.lora_name != name]
                 await self.on_all("unload", name)
 
     def _check_adapter(self, name: Any, argument: str) -> None:
-        if not isinstance(name, str) or name not in self.lines:
-            loaded = ", ".join(self.lines) or "none"
+        if not isinstance(name, str) or name not in self.first_updates:
+            loaded = ", ".join(self.first_updates) or "none"
             raise InvalidRequest(
                 f"{argument}={name!r}: no such adapter; loaded: {loaded}; load_lora_adapter loads "
                 "one"
@@ -230,12 +230,12 @@ class Fleet(WorkLoop):
                 f"no host has answered within timeout={timeout} seconds; nothing has started, try "
                 "again"
             ) from None
-        lines = {}
+        first_updates = {}
         for name in {one.meta["lora_path"] for one in prepared if "lora_path" in one.meta}:
             self._check_adapter(name, "lora_path")
-            lines[name] = self.lines[name]
+            first_updates[name] = self.first_updates[name]
         kept = {name: one for name, one in options.items() if name in OF_ALL and one is not None}
-        return RayCall(prepared, kept, every=every, lines=lines)
+        return RayCall(prepared, kept, every=every, first_updates=first_updates)
 
     async def _checked(self, *args: Any) -> list[Prepared]:
         while True:
@@ -251,7 +251,11 @@ class Fleet(WorkLoop):
             await asyncio.sleep(0.1)
 
     def submit(self, call: RayCall) -> None:
-        gone = [name for name, line in call.lines.items() if self.lines.get(name) != line]
+        gone = [
+            name
+            for name, line in call.first_updates.items()
+            if self.first_updates.get(name) != line
+        ]
         if self.closed or self._none_left():
             call.fail(self.failure())
         elif gone:

@@ -179,7 +179,7 @@ class RayGenerateCalls(FleetCalls):
         stream, when it has grown. A slow reader gets the newest result once.
 
         Args:
-            began: When the time began, on the monotonic clock. None: now.
+            began: The start of the timeout, on the monotonic clock. None: now.
 
         Raises:
             PoolFailed, PoolClosed, InvalidRequest: The call has failed.
@@ -216,10 +216,11 @@ class RayGenerateCalls(FleetCalls):
 
 
 async def _in_thread[T](work: Callable[..., T], *args: Any) -> T:
-    """Run `work`, which must start nothing on the hosts, in a thread that no limit keeps waiting.
+    """Run `work` in a thread that does not count toward anyio's thread limit.
 
-    All threads of anyio's own limit may wait for outputs, and the call that lets these outputs go
-    on needs one, too. A cancelled task does not wait for the thread.
+    Callers that wait for outputs could hold all threads of that limit. The call that lets the
+    outputs go on, such as `continue_generation`, would then get none. A cancelled task abandons the
+    thread, so `work` must submit no outputs.
     """
     return await anyio.to_thread.run_sync(
         work, *args, limiter=anyio.CapacityLimiter(1), abandon_on_cancel=True

@@ -154,8 +154,8 @@ class Host:
         self._is_news.set()
 
     async def _ran(self, attempt: Attempt) -> bool:
-        """Run an attempt. False if it has to wait, because the attempts of a call may have more
-        grammars than a pool compiles at a time."""
+        """Run an attempt. False if the pool already compiles as many grammars as it can. `_run`
+        then tries again."""
         key = attempt.key
         try:
             stream = self._open().async_stream(

@@ -86,7 +86,7 @@ class OutputRouter:
         self._forget(call)
 
     def fail_all(self, error: Exception) -> None:
-        """End every waiting call. Each raises this error."""
+        """End every call, also if its outputs run on hosts. Each caller raises this error."""
         for call in list(self.calls):
             call.fail(error)
             self._forget(call)

@@ -84,8 +84,8 @@ class RayEnginePool(RayGenerateCalls, RaySteeringCalls):
             )
         if placement_group is not None and placement_group.bundle_count < hosts:
             raise InvalidConfig(
-                f"the placement group has {placement_group.bundle_count} bundles for "
-                f"hosts={hosts}: one each"
+                f"placement_group has {placement_group.bundle_count} bundles: expected one for "
+                f"each of hosts={hosts}"
             )
         EnginePool(model, devices=devices_per_host, **pool_args)  # checks, and starts nothing
         self._pool_args = {"model": model, "devices": devices_per_host, **pool_args}

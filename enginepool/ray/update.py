@@ -109,7 +109,7 @@ async def update(fleet: Fleet, weights: Weights, mode: Mode, put_seconds: float)
 def _check_name(fleet: Fleet, name: str | None) -> None:
     """Refuse an adapter whose name outputs still use for an adapter that was unloaded. Hosts would
     take it for a new version of that adapter."""
-    if name is not None and name not in fleet.lines and fleet.router.uses(name):
+    if name is not None and name not in fleet.first_updates and fleet.router.uses(name):
         raise InvalidRequest(
             f"lora_name={name!r}: outputs still need the adapter of this name that was unloaded; "
             "wait until they have ended, or load this one under another name"

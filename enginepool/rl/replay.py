@@ -63,9 +63,9 @@ def replay(
             have them. The results may come from any pool, and from calls without a seed.
         prompts: The ids of that call's prompts, by `prompt_index`.
         sampling_params: The parameters of that call: one dict for all prompts, or one per prompt.
-        version: The version to repeat. Of an adapter, the version that the pool has now is
-            repeated. Tokens of other versions are fed in and not sampled. Their KV is computed with
-            the weights of `version`. If it came from their own weights (an update with
+        version: The version of the base to repeat. For an adapter, the pool's current version is
+            repeated. Tokens of other versions are fed in and not sampled. The replay computes their
+            KV with `version`. If the recorded run computed it with older weights (an update with
             `mode="in_place"`), results may differ.
 
     Raises:

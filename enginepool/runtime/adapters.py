@@ -17,7 +17,7 @@ from enginepool.engine.worker import EngineWorker
 from enginepool.errors import EnginePoolError, InvalidRequest, WeightUpdateFailed
 from enginepool.lora.adapter import Adapter
 from enginepool.lora.source import read_adapter
-from enginepool.runtime.quiesce import StoppedEngines, SwapMode, quiesced
+from enginepool.runtime.quiesce import EngineGroup, SwapMode, quiesced
 from enginepool.runtime.runtime import Runtime
 from enginepool.runtime.staging import naming
 from enginepool.runtime.swap_options import Options
@@ -175,7 +175,7 @@ class AdapterLoad:
         adapters, workers = self._runtime.adapters, self._workers
         if old is None or mode in ("drain", "abort"):
             # Both versions have slots until the old one's requests have ended.
-            count = self._on_all(StoppedEngines(self._runtime, workers), self._put, new)
+            count = self._on_all(EngineGroup(self._runtime, workers), self._put, new)
             adapters.set(new)
             if mode == "abort":
                 self._abort()
@@ -200,7 +200,7 @@ class AdapterLoad:
 
     def _on_all(
         self,
-        engines: StoppedEngines,
+        engines: EngineGroup,
         job: Callable[[EngineWorker, Adapter], bool],
         new: Adapter,
     ) -> int:

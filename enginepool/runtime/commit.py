@@ -13,7 +13,7 @@ from enginepool.engine.jobs import EngineStopped
 from enginepool.engine.worker import EngineWorker
 from enginepool.errors import WeightUpdateFailed
 from enginepool.logs import logger
-from enginepool.runtime.quiesce import StoppedEngines
+from enginepool.runtime.quiesce import EngineGroup
 from enginepool.runtime.staging import Staged, check_complete, naming, put, wait
 from enginepool.weights.conversion import Piece
 from enginepool.weights.plan import Plan
@@ -22,7 +22,7 @@ from enginepool.weights.plan import Plan
 Before = tuple[dict[str, jax.Array], set[str]]
 
 
-def commit(engines: StoppedEngines, staged: dict[int, Staged]) -> dict[int, Before]:
+def commit(engines: EngineGroup, staged: dict[int, Staged]) -> dict[int, Before]:
     """Put what was staged in place on every engine or, if one fails, on none.
 
     Returns:
@@ -48,7 +48,7 @@ def commit(engines: StoppedEngines, staged: dict[int, Staged]) -> dict[int, Befo
 
 
 def stream(
-    plan: Plan, engines: StoppedEngines, copy: bool, siblings: Sequence[EngineWorker] = ()
+    plan: Plan, engines: EngineGroup, copy: bool, siblings: Sequence[EngineWorker] = ()
 ) -> tuple[dict[int, Staged], dict[int, str]]:
     """Replace the leaves of stopped engines, a batch at a time. No device ever holds more than one
     weight set and the largest leaf.

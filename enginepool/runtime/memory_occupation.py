@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from enginepool.engine.worker import EngineWorker
 from enginepool.errors import EnginePoolError, InvalidRequest
-from enginepool.runtime.quiesce import StoppedEngines, quiesced
+from enginepool.runtime.quiesce import EngineGroup, quiesced
 from enginepool.runtime.runtime import Runtime
 from enginepool.values import plain, shown
 
@@ -55,7 +55,7 @@ def resume_kv_cache(runtime: Runtime) -> int:
 
 
 @contextmanager
-def without_kv_caches(engines: StoppedEngines) -> Iterator[dict[int, int]]:
+def without_kv_caches(engines: EngineGroup) -> Iterator[dict[int, int]]:
     """Release the KV caches of stopped engines inside the block. One that was released before stays
     released, until `resume_kv_cache`.
 

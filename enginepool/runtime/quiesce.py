@@ -26,8 +26,8 @@ SWAP_MODES = get_args(SwapMode)
 T = TypeVar("T")
 
 
-class StoppedEngines:
-    """Engines that are stopped at a step boundary, or on their way there.
+class EngineGroup:
+    """Engines that run jobs together. Inside `quiesced` they are stopped at a step boundary.
 
     Attributes:
         workers: The engines that have not failed since, in order.
@@ -76,7 +76,7 @@ class StoppedEngines:
 @contextmanager
 def quiesced(
     runtime: Runtime, workers: Sequence[EngineWorker], mode: SwapMode
-) -> Iterator[StoppedEngines]:
+) -> Iterator[EngineGroup]:
     """Stop engines at a step boundary inside the block. They go on when it ends, even by an error.
 
     Args:
@@ -89,7 +89,7 @@ def quiesced(
         PoolClosed: The pool was closed meanwhile.
         PoolFailed: No engine is left.
     """
-    engines = StoppedEngines(runtime, workers)
+    engines = EngineGroup(runtime, workers)
     stop = _Stop(engines, mode)
     try:
         stop.run()
@@ -111,7 +111,7 @@ def pause_drained(runtime: Runtime) -> None:
 class _Stop:
     """Stops engines in one of the modes, and undoes that."""
 
-    def __init__(self, engines: StoppedEngines, mode: SwapMode) -> None:
+    def __init__(self, engines: EngineGroup, mode: SwapMode) -> None:
         self._engines, self._mode = engines, mode
         self._queue = engines.runtime.dispatch.queue
         # A single engine waits for no other engine. After a drain no step is in flight. Neither
@@ -136,7 +136,8 @@ class _Stop:
             self._taken += self._queue.take_begun()
             while self._taken:
                 request = self._taken.pop(0)
-                request.call.finish(request, aborted("update_weights(mode='abort')", "cancelled"))
+                reason = aborted("an update of weights with mode='abort'", "cancelled")
+                request.call.finish(request, reason)
 
     def undo(self) -> None:
         self._over = True  # an engine that has not stopped yet stops no more
@@ -193,7 +194,7 @@ class _Stop:
             self._engines.pauses[worker.index] = time.perf_counter() - since
 
 
-def _begin_drain(engines: StoppedEngines) -> None:
+def _begin_drain(engines: EngineGroup) -> None:
     """Make engines finish the requests that they have begun, and begin no others. No pause can come
     in between, because it needs `runtime.steering` too.
 
@@ -215,7 +216,7 @@ def _begin_drain(engines: StoppedEngines) -> None:
         )
 
 
-def _unfinished(engines: StoppedEngines) -> bool:
+def _unfinished(engines: EngineGroup) -> bool:
     """Whether these engines have requests, or can take begun ones from the queue."""
     able = engines.able()
     begun = engines.runtime.dispatch.queue.begun(able)

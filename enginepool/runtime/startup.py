@@ -103,8 +103,8 @@ def start_workers(
 
     Builds never overlap, because they change process-wide state and restore it. Warm-ups overlap
     with each other and with builds, if asked for. The first engine reads the weights; the others
-    copy them. Tracing makes many objects, so full garbage collections run. Until all engines serve,
-    these skip the objects that existed before.
+    copy them. Tracing makes many objects, which triggers full garbage collections. They skip the
+    objects that exist after each build.
 
     Args:
         on_engine: Called each time an engine begins to serve, to show progress.

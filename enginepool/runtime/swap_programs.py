@@ -1,7 +1,8 @@
 """Compiles what the first swap needs, on a thread of its own, once all engines serve.
 
 It runs the code of a swap with shapes in place of arrays. So it holds no weights, and runs nothing
-on a device. The first swap from sharded arrays compiles what gathers these.
+on a device. Programs that gather sharded arrays are not compiled here, but by the first swap that
+needs them.
 """
 
 from __future__ import annotations

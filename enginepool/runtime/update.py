@@ -12,7 +12,7 @@ from typing import Any
 from enginepool.engine.worker import EngineWorker
 from enginepool.runtime.commit import commit, leave_without_weights, stream
 from enginepool.runtime.memory_occupation import without_kv_caches
-from enginepool.runtime.quiesce import StoppedEngines, SwapMode, quiesced
+from enginepool.runtime.quiesce import EngineGroup, SwapMode, quiesced
 from enginepool.runtime.runtime import Runtime
 from enginepool.runtime.served_config import check_config
 from enginepool.runtime.staging import Staged, check_complete, choose_staging, stage
@@ -120,7 +120,7 @@ class Update:
                 check_complete(self.workers, plan)
 
     def _place(
-        self, plan: Plan, engines: StoppedEngines, siblings: Sequence[EngineWorker] = ()
+        self, plan: Plan, engines: EngineGroup, siblings: Sequence[EngineWorker] = ()
     ) -> None:
         """Stage the leaves on stopped engines, or stream them."""
         if self._choose(engines.workers) == "double":
@@ -131,7 +131,7 @@ class Update:
         self.staged.update(staged)
         self.failed.update(failed)
 
-    def _commit(self, engines: StoppedEngines) -> None:
+    def _commit(self, engines: EngineGroup) -> None:
         """Put the staged leaves in place on every engine or on none."""
         if self.staging == "double":  # else they are in place already
             self.before = commit(engines, self.staged)
@@ -141,7 +141,7 @@ class Update:
             self._label_all(engines)
             raise
 
-    def _label_all(self, engines: StoppedEngines) -> None:
+    def _label_all(self, engines: EngineGroup) -> None:
         desired = self.runtime.desired
         desired.weight_version, desired.update = self.version, self.number
         engines.run(self._label)
@@ -167,7 +167,7 @@ class Update:
             leave_without_weights(worker, self.failed[worker.index])
 
     @contextmanager
-    def _quiesced(self, workers: Sequence[EngineWorker]) -> Iterator[StoppedEngines]:
+    def _quiesced(self, workers: Sequence[EngineWorker]) -> Iterator[EngineGroup]:
         asked = time.perf_counter()
         with quiesced(self.runtime, workers, self.options.mode) as engines:
             self._add("quiesce", time.perf_counter() - asked)
@@ -175,7 +175,7 @@ class Update:
         self.pauses.update(engines.pauses)
 
     @contextmanager
-    def _without_kv(self, engines: StoppedEngines) -> Iterator[None]:
+    def _without_kv(self, engines: EngineGroup) -> Iterator[None]:
         if not self.options.free_kv:
             yield
             return

@@ -1,4 +1,4 @@
-"""Locks a pool for a change of weights, and turns engines' failures into errors of the caller."""
+"""Locks a pool for a change of weights. If an engine fails, the call raises a public error."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class RollingUpdate(Update):
     def _replace(self) -> None:
         try:
             for worker in self.workers:
-                self._roll_on(worker)
+                self._swap_or_leave(worker)
         except BaseException as error:
             if isinstance(error, Exception) or not self._has_begun():
                 raise
@@ -45,7 +45,7 @@ class RollingUpdate(Update):
             self.options = replace(self.options, mode="retract", strategy="atomic")
             try:
                 for worker in self._late():
-                    self._roll_on(worker)
+                    self._swap_or_leave(worker)
             finally:
                 for worker in self._late():  # Control-C came again
                     self._leave(worker, error)
@@ -63,9 +63,9 @@ class RollingUpdate(Update):
             if worker.index not in self.failed and worker.condition.weights.update != self.number
         ]
 
-    def _roll_on(self, worker: EngineWorker) -> None:
+    def _swap_or_leave(self, worker: EngineWorker) -> None:
         try:
-            self._roll_one(worker)
+            self._swap_one(worker)
         except Exception as error:
             if not self._has_begun():
                 raise
@@ -81,7 +81,7 @@ class RollingUpdate(Update):
             with suppress(EngineStopped):  # it comes back with the new weights
                 worker.channel.run(job).result()
 
-    def _roll_one(self, worker: EngineWorker) -> None:
+    def _swap_one(self, worker: EngineWorker) -> None:
         plan, siblings = self.plan, self.workers[1:]
         if worker is not self.workers[0]:
             # A source is read only once, and the first engine's set is in the model's layout. That

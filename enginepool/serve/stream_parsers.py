@@ -136,7 +136,7 @@ class Calls:
 
     def _end_call(self) -> Iterator[DeltaMessage]:
         """The end of the last call's arguments, if the parser has not sent it: text or another call
-        comes next. Some parsers send no empty arguments, or leave out a last brace."""
+        comes next. Some parsers omit `{}` for a call without arguments, or the last brace."""
         place, self._open = self._open, None
         if place is not None and not _is_json(self._sent[place][1]):
             for name, forms in self._found()[place : place + 1]:
@@ -242,7 +242,8 @@ class Reasoning:
             yield self._pair(*((left, "") if detector._in_reasoning else ("", left)))
 
     def _pair(self, thought: str, said: str) -> tuple[str, str]:
-        """Without the mark, and without whitespace after both marks, as in a whole reply."""
+        """The pair without the begin mark and without whitespace after a mark, as in a whole
+        reply."""
         thought = thought.replace(self._parser.detector.think_start_token, "")
         thought = thought if self._thought else thought.lstrip()
         said = said.lstrip() if self._thinks and not self._said else said

@@ -35,7 +35,7 @@ class KnownFieldsOnly(BaseModel):
     @classmethod
     def _known_fields_only(cls, values: Any, read: ModelWrapValidatorHandler[Any]) -> Any:
         made = read(values)
-        read_as = vars(made)  # reading an attribute that OpenAI calls deprecated warns
+        read_as = vars(made)  # not getattr, which warns if OpenAI has deprecated the attribute
         for name, inner in values.items() if isinstance(values, dict) else ():
             check_inner(inner, read_as.get(name), name, param=name)
         return made

@@ -31,7 +31,7 @@ from enginepool.engine.gil_limiter import Limiter
 from enginepool.engine.start_stages import StartStages
 from enginepool.engine.worker import EngineWorker
 from enginepool.errors import PoolFailed, QueueFull, StepTimeout
-from enginepool.runtime.quiesce import StoppedEngines, _unfinished
+from enginepool.runtime.quiesce import EngineGroup, _unfinished
 from enginepool.runtime.runtime import Runtime
 from enginepool.weights.leaves import EngineLeaves
 from tests.support.liveness import until
@@ -818,7 +818,7 @@ def test_a_step_that_is_abandoned_while_it_takes_requests() -> None:
 def test_a_drain_that_looks_while_an_engine_takes_a_request() -> None:
     """The request has not finished."""
     with two_workers() as (runtime, worker):
-        engines = StoppedEngines(runtime, [worker])
+        engines = EngineGroup(runtime, [worker])
         seen = meanwhile(runtime.dispatch.queue, lambda: _unfinished(engines))
         submit(runtime, [1])
         worker.move("ok")

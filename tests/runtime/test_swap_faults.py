@@ -19,7 +19,7 @@ from enginepool import EnginePool, InvalidWeights, NoWeights, WeightUpdateFailed
 from enginepool.dispatch.dispatch import Dispatch
 from enginepool.engine.channel import Channel
 from enginepool.runtime import commit, update
-from enginepool.runtime.quiesce import StoppedEngines
+from enginepool.runtime.quiesce import EngineGroup
 from enginepool.weights.leaves import EngineLeaves
 from tests.support.faults import (
     Fault,
@@ -165,14 +165,14 @@ def test_commit(four: EnginePool, target: Callable[[str], Path], strategy: Any) 
 
 def test_interrupted_commit(four: EnginePool, target: Callable[[str], Path]) -> None:
     """Control-C comes after engines have put new weights in place. They get the old ones back."""
-    replace, collect = EngineLeaves.replace, StoppedEngines.collect
+    replace, collect = EngineLeaves.replace, EngineGroup.collect
     replaced: list[bool] = []
 
     def noting(leaves: EngineLeaves, *arrays: Any) -> Any:
         replaced.append(True)
         return replace(leaves, *arrays)
 
-    def interrupted(engines: StoppedEngines, futures: Any) -> dict[int, Any]:
+    def interrupted(engines: EngineGroup, futures: Any) -> dict[int, Any]:
         results = collect(engines, futures)
         if len(replaced) == 4:
             raise KeyboardInterrupt
@@ -180,7 +180,7 @@ def test_interrupted_commit(four: EnginePool, target: Callable[[str], Path]) -> 
 
     with unchanged(four), pytest.MonkeyPatch.context() as patch:
         patch.setattr(EngineLeaves, "replace", noting)
-        patch.setattr(StoppedEngines, "collect", interrupted)
+        patch.setattr(EngineGroup, "collect", interrupted)
         with pytest.raises(KeyboardInterrupt):
             four.update_weights(target("qwen3"))
         assert len(replaced) == 8

@@ -140,7 +140,7 @@ class Admission:
         if running.is_empty() or len(waiting) > in_flight.room or not fit:
             return False
         if fit < len(waiting) and in_flight.batch.streamed:
-            return False  # at a boundary no decode step lies between two prefills
+            return False  # at a step boundary both prefills run without a decode step between them
         # The others come with the next prefill: they are not cut into chunks.
         others, waiting[fit:] = waiting[fit:], []
         batch = scheduler.get_new_batch_prefill()

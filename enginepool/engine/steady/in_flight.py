@@ -144,7 +144,7 @@ class StepsInFlight:
             prefill.rows += self.add_requests(reqs, origins)
 
     def take_first_ids(self, prefill: LaunchedPrefill) -> None:
-        """The requests that came with this prefill have their first ids.
+        """Record the first ids of the requests that came with this prefill.
 
         Raises:
             RuntimeError: The device has ended a row, and upstream has not.

@@ -87,7 +87,7 @@ class InputBatch:
         self._soonest, self._stops = 0, None
 
     def add_requests(self, reqs: Sequence[Req], origins: Sequence[int], after: int) -> list[int]:
-        """Give each request a free row. It takes part in all steps after this one.
+        """Give each request a free row. It takes part in all steps after step `after`.
 
         Args:
             origins: From where the device takes their states, see `device_batch.py`.
