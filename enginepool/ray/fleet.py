@@ -7,14 +7,12 @@ hosts that do not have the current weights.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from typing import Any
 
-import ray  # pyright: ignore[reportMissingImports]
-from ray.exceptions import RayError, RayTaskError  # pyright: ignore[reportMissingImports]
+from ray.exceptions import RayTaskError  # pyright: ignore[reportMissingImports]
 
 from enginepool import EnginePoolError, InvalidRequest, PoolClosed, PoolFailed
 from enginepool.ray.call import RayCall
@@ -137,17 +135,13 @@ class Fleet(WorkLoop):
             host.state, host.reason = "lost", str(error)
         _logger.warning("host %s is lost: %s", host.index, host.reason)
         if isinstance(error, HostLost) and error.end:
-            self._kill(host)
+            host.kill(no_restart=False)
         self.router.move(host, blamed=not ended_by_us)
 
     def end(self, host: HostLink, why: str) -> None:
         """End a host's process. `_listen` notices, and `_keep` starts it again."""
         host.state, host.reason = "lost", why
-        self._kill(host)
-
-    def _kill(self, host: HostLink) -> None:
-        with contextlib.suppress(RayError):  # the caller has shut down Ray
-            ray.kill(host.actor, no_restart=False)
+        host.kill(no_restart=False)
 
     def _failed(self, host: HostLink) -> None:
         host.state = "failed"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any
 
+import ray  # pyright: ignore[reportMissingImports]
 from ray.exceptions import (  # pyright: ignore[reportMissingImports]
     ActorUnavailableError,
     RayError,
@@ -81,6 +83,8 @@ class HostLink:
             HostLost: The host died, hangs, or failed with an unexpected exception.
             EnginePoolError: The host raised it.
         """
+        if not ray.is_initialized():  # this call would start a new cluster
+            raise HostLost("Ray was shut down")
         answer = asyncio.wrap_future(getattr(self.actor, method).remote(*args).future())
         # Read the exception here. If the host hangs, nobody awaits this call, and asyncio would log
         # an exception that was never retrieved.
@@ -104,6 +108,12 @@ class HostLink:
             what = "has failed" if end else "is not open"
             raise HostLost(f"its pool {what}: {reply.error}", end=end)
         raise reply.error
+
+    def kill(self, *, no_restart: bool) -> None:
+        """End the host's process, if Ray is still there."""
+        if ray.is_initialized():
+            with contextlib.suppress(RayError):  # the host is of a cluster before this one
+                ray.kill(self.actor, no_restart=no_restart)
 
     async def _watch(self, answer: asyncio.Future[Any]) -> None:
         while not answer.done():

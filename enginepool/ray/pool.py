@@ -186,7 +186,7 @@ class RayEnginePool(RayGenerateCalls, RaySteeringCalls):
                 timeout=_CLOSE_SECONDS,
             )
             for host in fleet.hosts:
-                ray.kill(host.actor)
+                host.kill(no_restart=True)
             self._remove_group()
         fleet.end_loop()
 

@@ -146,7 +146,8 @@ def test_the_driver_dies(address: str) -> None:
 
 
 def test_ray_is_shut_down(address: str) -> None:
-    """Calls that wait end. This test is the last one, because nothing can use Ray afterwards."""
+    """Calls that wait end, and the pool closes. This test is the last one, because nothing can use
+    Ray afterwards."""
     pool = RayEnginePool(hosts=1, hang_timeout=20.0, **OPTIONS).open()
     try:
         with callers(1) as executor:
@@ -158,3 +159,4 @@ def test_ray_is_shut_down(address: str) -> None:
                 call.result(SECONDS)
     finally:
         pool.close()
+    assert not ray.is_initialized()  # nothing has started another cluster
