@@ -16,7 +16,7 @@ from enginepool import EnginePool
 # Modes of a swap whose outputs may have several versions.
 _MIXING = ("retract", "in_place")
 # The message of a request that a swap aborted.
-SWAP = "update_weights(mode='abort')"
+SWAP = "an update of weights with mode='abort'"
 
 
 # The mode of each swap of weights, by version. For adapters: by name, the mode of each update, by
