@@ -247,8 +247,8 @@ class Fleet(WorkLoop):
     def submit(self, call: RayCall) -> None:
         gone = [
             name
-            for name, line in call.first_updates.items()
-            if self.first_updates.get(name) != line
+            for name, number in call.first_updates.items()
+            if self.first_updates.get(name) != number
         ]
         if self.closed or self._none_left():
             call.fail(self.failure())

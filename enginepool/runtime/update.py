@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from enginepool.engine.worker import EngineWorker
@@ -30,6 +30,7 @@ class Update:
 
     Attributes:
         version: The version that results will carry.
+        mode: What happens to running requests; see `EnginePool.update_weights`.
         plan: The leaves that change. It is set when `prepare` has read the source.
         staged: The leaves that were put on the devices, by engine.
     """
@@ -46,6 +47,9 @@ class Update:
     # go on.
     before: dict[int, Any] = field(default_factory=dict)
     kv_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        self.mode = self.options.mode
 
     def prepare(self) -> None:
         """Check the source and stage it, if two sets fit. No engine is stopped."""
@@ -67,7 +71,7 @@ class Update:
     def attempt(self, mode: SwapMode) -> Update:
         """Make a copy to call `finish` on. If it fails, the caller makes another copy."""
         made = copy(self)
-        made.options = replace(self.options, mode=mode)
+        made.mode = mode
         made.seconds, made.pauses = dict(self.seconds), {}
         return made
 
@@ -169,7 +173,7 @@ class Update:
     @contextmanager
     def _quiesced(self, workers: Sequence[EngineWorker]) -> Iterator[EngineGroup]:
         asked = time.perf_counter()
-        with quiesced(self.runtime, workers, self.options.mode) as engines:
+        with quiesced(self.runtime, workers, self.mode) as engines:
             self._add("quiesce", time.perf_counter() - asked)
             yield engines
         self.pauses.update(engines.pauses)
@@ -207,7 +211,7 @@ class Update:
         self._add("total", time.perf_counter() - started)
         return SwapReport(
             weight_version=self.version,
-            mode=self.options.mode,
+            mode=self.mode,
             strategy=self.options.strategy,
             staging=self.staging,
             nbytes=self.plan.nbytes,

@@ -7,7 +7,6 @@ rest for later.
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -42,7 +41,7 @@ class RollingUpdate(Update):
                 raise
             # Engines that serve have the new weights, so there is no way back. The others get them
             # without a drain, for which the user does not want to wait.
-            self.options = replace(self.options, mode="retract", strategy="atomic")
+            self.mode = "retract"
             try:
                 for worker in self._late():
                     self._swap_or_leave(worker)
