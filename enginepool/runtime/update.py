@@ -49,7 +49,7 @@ class Update:
     kv_bytes: int = 0
 
     def __post_init__(self) -> None:
-        self.mode = self.options.mode
+        self.mode: SwapMode = self.options.mode
 
     def prepare(self) -> None:
         """Check the source and stage it, if two sets fit. No engine is stopped."""
